@@ -5,12 +5,9 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from places import ROOT
 
 HEAD = (
     "ID",
@@ -37,13 +34,8 @@ NUMBERS = {
 
 
 @pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Import it as the programs do, and leave nothing behind."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("sparse_attention.counters")
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+def counters() -> ModuleType:
+    return importlib.import_module("sparse_attention.counters")
 
 
 def printed(*launches: tuple[str, str, dict[str, str], str]) -> str:

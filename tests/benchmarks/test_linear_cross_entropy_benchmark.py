@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,15 +20,6 @@ from places import HANG_S, ROOT
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SHAPE = {"tokens": 8192, "hidden": 4096, "vocabulary": 131072}
-
-
-def imported(name: str) -> ModuleType:
-    """Import a benchmark, whose parts find each other from the folder of all benchmarks."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def row(kind: str, ms: float, mib: float | None = None) -> dict[str, Any]:
@@ -120,7 +110,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
     """Return what was asked at the shape, and whether it was reached."""
     return {
         f"{re.sub(SIZES, '', where)}: {asked}": said
-        for where, asked, _, said in imported("linear_cross_entropy.goals").goals(found)
+        for where, asked, _, said in importlib.import_module("linear_cross_entropy.goals").goals(found)
     }
 
 
@@ -176,7 +166,7 @@ def test_skipping_is_held_to_the_products_over_labelled_tokens_and_to_computing_
 
 
 def test_a_race_over_labelled_tokens_has_a_table_of_its_own(found: dict[str, Any]) -> None:
-    page = imported("linear_cross_entropy.page").markdown(found)
+    page = importlib.import_module("linear_cross_entropy.page").markdown(found)
 
     assert "## 4096 of 8192 tokens labelled, the mean, 8192 x 4096 x 131072" in page
     assert "| Mean Only, labelled tokens selected beforehand | 30.0 |" in page
@@ -185,7 +175,10 @@ def test_a_race_over_labelled_tokens_has_a_table_of_its_own(found: dict[str, Any
 def test_a_peer_that_gets_labelled_tokens_alone_has_the_loss_and_the_gradients_of_all() -> None:
     import torch
 
-    work, truth = imported("linear_cross_entropy.work"), imported("linear_cross_entropy.truth")
+    work, truth = (
+        importlib.import_module("linear_cross_entropy.work"),
+        importlib.import_module("linear_cross_entropy.truth"),
+    )
     data = work.with_labels(work.make_data(work.Shape(12, 8, 20), "uniform", "cpu"), 0.25)
     (plain,) = work.plain()
 
@@ -234,7 +227,9 @@ def test_other_settings_of_ours_race_but_are_no_other_contract(found: dict[str, 
     found["accuracy"][0]["none"]["uniform"]["ours, masked tokens computed"] = right(2e-3)
     found["none"][0]["rows"]["ours, masked tokens computed"] = row("ours", 60.0, 250.0)
 
-    contract, times = imported("linear_cross_entropy.page").markdown(found).split("## A loss for each token", 1)
+    contract, times = (
+        importlib.import_module("linear_cross_entropy.page").markdown(found).split("## A loss for each token", 1)
+    )
 
     assert "**ours, masked tokens computed** | right" not in contract
     assert "| <= 1.08 x the four products | 1.200 x, cold 1.200 x | **missed** |" in contract
@@ -247,7 +242,7 @@ def test_a_peer_that_did_not_run_is_said_to_be_not_measured(found: dict[str, Any
 
 
 def test_the_page_says_who_refuses_who_is_wrong_and_who_is_absent(found: dict[str, Any]) -> None:
-    page = imported("linear_cross_entropy.page").markdown(found)
+    page = importlib.import_module("linear_cross_entropy.page").markdown(found)
     assert "| Mean Only | **refuses**: ValueError: reduction must be 'mean' or 'sum' | yes |" in page
     assert "| liger-kernel 0.8.1 | **wrong**: dX is off by 100%, dW by 100% |" in page
     assert "| **ours** | right |" in page
@@ -256,9 +251,10 @@ def test_the_page_says_who_refuses_who_is_wrong_and_who_is_absent(found: dict[st
 
 def test_a_failure_that_is_about_something_else_is_not_called_a_refusal(found: dict[str, Any]) -> None:
     found["accuracy"][0]["none"]["uniform"]["Mean Only"]["failed"] = "RuntimeError: no kernel image"
-    assert "| Mean Only | **does not run**: RuntimeError: no kernel image |" in imported(
-        "linear_cross_entropy.page"
-    ).markdown(found)
+
+    page = importlib.import_module("linear_cross_entropy.page").markdown(found)
+
+    assert "| Mean Only | **does not run**: RuntimeError: no kernel image |" in page
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -267,7 +263,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_the_plot_has_a_bar_for_each_contestant_the_fastest_first_and_at_most_three_of_ours(
     found: dict[str, Any],
 ) -> None:
-    plot = imported("linear_cross_entropy.plot")
+    plot = importlib.import_module("linear_cross_entropy.plot")
 
     for each in found["none"]:
         bars = plot.bars_of(found, each)
@@ -283,7 +279,7 @@ def test_the_plot_has_a_bar_for_each_contestant_the_fastest_first_and_at_most_th
 
 def test_the_kept_plot_is_that_of_the_kept_numbers_and_says_who_returns_nan() -> None:
     results = ROOT / "benchmarks/results"
-    plot = imported("linear_cross_entropy.plot")
+    plot = importlib.import_module("linear_cross_entropy.plot")
     kept = json.loads((results / "linear_cross_entropy.json").read_text())
 
     assert plot.svg(kept) == (results / "linear_cross_entropy.svg").read_text()
@@ -296,7 +292,7 @@ def test_the_kept_plot_is_that_of_the_kept_numbers_and_says_who_returns_nan() ->
 @pytest.mark.parametrize("name", ["linear_cross_entropy_labelled", "linear_cross_entropy_labelled_shapes"])
 def test_the_plot_of_labelled_tokens_is_that_of_the_kept_numbers_and_has_a_panel_for_each_share(name: str) -> None:
     results = ROOT / "benchmarks/results"
-    plot = imported("linear_cross_entropy.plot")
+    plot = importlib.import_module("linear_cross_entropy.plot")
     kept = json.loads((results / f"{name}.json").read_text())
 
     drawn = plot.svg(kept)
@@ -335,7 +331,7 @@ def test_a_plot_has_a_name_a_description_and_colours_for_dark_screens(name: str)
 
 
 def test_a_way_is_known_by_its_signature() -> None:
-    work = imported("linear_cross_entropy.work")
+    work = importlib.import_module("linear_cross_entropy.work")
 
     def peer(x: Any, bias: Any = None, ignore_index: int = -100) -> None: ...
 
@@ -352,7 +348,10 @@ def test_the_truth_is_that_of_autograd_in_float64(
     import torch
     from torch.nn import functional
 
-    work, truth = imported("linear_cross_entropy.work"), imported("linear_cross_entropy.truth")
+    work, truth = (
+        importlib.import_module("linear_cross_entropy.work"),
+        importlib.import_module("linear_cross_entropy.truth"),
+    )
     monkeypatch.setattr(truth, "LARGEST_BLOCK", 5 * 20)  # slices of five tokens
     data = work.make_data(work.Shape(12, 8, 20), labels, "cpu")
     data.target[ignored] = -100
@@ -369,7 +368,7 @@ def test_the_floors_multiply_the_real_gradient_of_the_logits() -> None:
     import torch
     from torch.nn import functional
 
-    work = imported("linear_cross_entropy.work")
+    work = importlib.import_module("linear_cross_entropy.work")
     data = work.make_data(work.Shape(12, 8, 20), "uniform", "cpu")
     logits = (data.x @ data.weight.t()).detach().float().requires_grad_()
     losses = functional.cross_entropy(logits, data.target, reduction="none")
@@ -399,7 +398,7 @@ def test_a_race_that_is_over_is_kept_whatever_becomes_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    run = imported("linear_cross_entropy.run")
+    run = importlib.import_module("linear_cross_entropy.run")
 
     def races(_bench: Any, _shape: Any) -> Iterator[dict[str, Any]]:
         yield {"labelled": 4}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import run_quickly
 from places import HANG_S, ROOT
 
 pytestmark = pytest.mark.full
 
-SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks/run.py"
+FOLDER = ROOT / "benchmarks/linear_cross_entropy_ranks"
 SKIPPED, SEQUENCE = ", masked tokens skipped", ", sequence parallel"
 METHODS = ["recompute", f"recompute{SKIPPED}", "keep", f"keep{SKIPPED}"]
 WAYS = [f"{method}{way}" for method in METHODS for way in ("", SEQUENCE)]
@@ -23,18 +23,9 @@ WAYS = [f"{method}{way}" for method in METHODS for way in ("", SEQUENCE)]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Run it with two ranks, and with three, over which the sizes cannot be spread; return the numbers and the page."""
-    folder = tmp_path_factory.mktemp("ranks")
-    page = folder / "page.md"
-    options = ["--device", "cpu", "--quick", "--rounds", "1", "--sizes", "2", "3", "--dtype", "float32"]
-    command = [sys.executable, str(SCRIPT), *options, "--json", str(folder / "found.json"), "--write", str(page)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=HANG_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "found.json").read_text()), page
-
-
-def environment() -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_")}
-    return {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    options = ["--rounds", "1", "--sizes", "2", "3", "--dtype", "float32"]
+    folder = run_quickly(FOLDER, tmp_path_factory.mktemp("ranks"), *options)
+    return json.loads((folder / "found.json").read_text()), folder / "page.md"
 
 
 def test_the_ranks_agree_with_one_process_and_with_float64(written: tuple[dict[str, Any], Path]) -> None:
@@ -79,8 +70,14 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
     written: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     again = tmp_path / "again.md"
-    script = ROOT / "benchmarks/linear_cross_entropy_ranks/page.py"
-    command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
+    command = [
+        sys.executable,
+        "-S",
+        str(FOLDER / "page.py"),
+        str(written[1].with_name("found.json")),
+        "--write",
+        str(again),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
 
     assert again.read_text() == written[1].read_text()
@@ -91,8 +88,8 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
 def test_a_launch_that_fails_is_a_problem_with_its_output(tmp_path: Path) -> None:
     kept = tmp_path / "found.json"
     options = ["--device", "cpu", "--quick", "--sizes", "2", "--limit", "0.5", "--json", str(kept)]
-    command = [sys.executable, str(SCRIPT), *options]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=HANG_S)
+    command = [sys.executable, FOLDER / "run.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
 
     assert done.returncode == 1
     (problem,) = json.loads(kept.read_text())["problems"]

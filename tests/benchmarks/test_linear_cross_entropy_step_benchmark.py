@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import run_quickly
 from places import HANG_S, ROOT
 
 pytestmark = [pytest.mark.upstream, pytest.mark.full]
 
+FOLDER = ROOT / "benchmarks/linear_cross_entropy_step"
 WAYS = ["Megatron, unfused", "kernel, recompute", "kernel, keep"]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Run it without Liger, whose kernels take their time in the interpreter; return the numbers and the page."""
-    folder = tmp_path_factory.mktemp("step")
-    page = folder / "page.md"
-    options = ["--device", "cpu", "--quick", "--rounds", "3", "--steps", "3", "--largest-batch", "3", "--ways", *WAYS]
-    script = str(ROOT / "benchmarks/linear_cross_entropy_step/run.py")
-    command = [sys.executable, "-W", "ignore", script, *options, "--json", str(folder / "found.json")]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [*command, "--write", str(page)], env=variables, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "found.json").read_text()), page
+    options = ["--rounds", "3", "--steps", "3", "--largest-batch", "3", "--ways", *WAYS]
+    folder = run_quickly(FOLDER, tmp_path_factory.mktemp("step"), *options)
+    return json.loads((folder / "found.json").read_text()), folder / "page.md"
 
 
 def test_every_way_finds_the_same_loss_and_right_gradients(written: tuple[dict[str, Any], Path]) -> None:
@@ -62,8 +54,14 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
     written: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     again = tmp_path / "again.md"
-    script = ROOT / "benchmarks/linear_cross_entropy_step/page.py"
-    command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
+    command = [
+        sys.executable,
+        "-S",
+        str(FOLDER / "page.py"),
+        str(written[1].with_name("found.json")),
+        "--write",
+        str(again),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
 
     assert again.read_text() == written[1].read_text()

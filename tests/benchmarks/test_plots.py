@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,16 +10,6 @@ import pytest
 from places import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(autouse=True)
-def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Import as the programs do, and leave no module of theirs behind."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
 
 
 def kept(name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from places import HANG_S, ROOT
+from benchmark_runs import run_quickly
+from places import ROOT
 
 from megacpp_overlays.kernels.sparse_attention import reference
 
@@ -33,8 +33,7 @@ def sparse_mla_fwd_interface(q, kv, indices, q_start_index_s, kv_stride, sm_scal
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the benchmark's own modules, which are found from the folder of all benchmarks; without Megatron."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    """Import the benchmark's own module, without Megatron."""
     module = importlib.import_module("sparse_attention.work")
     monkeypatch.setattr(module, "megatron", lambda *_: None)
     return module
@@ -113,29 +112,11 @@ def test_a_forward_pass_alone_has_a_rate_and_no_backward_pass_in_the_page(work: 
 
 @pytest.mark.full
 def test_the_whole_run_writes_numbers_page_and_plot(tmp_path: Path) -> None:
-    files = {"--json": tmp_path / "found.json", "--write": tmp_path / "page.md", "--plot": tmp_path / "plot.svg"}
+    run_quickly(FOLDER, tmp_path, "--plot", str(tmp_path / "plot.svg"))
 
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            FOLDER / "run.py",
-            "--device",
-            "cpu",
-            "--quick",
-            *map(str, sum(files.items(), ())),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(files["--json"].read_text())
+    found = json.loads((tmp_path / "found.json").read_text())
     assert found["problems"] == []
     (shape,) = found["shapes"]
     assert shape["contestants"]["ours"]["errors"]["output"] < 1e-2
-    assert "| ours |" in files["--write"].read_text()
-    assert files["--plot"].read_text().startswith("<svg")
+    assert "| ours |" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from types import ModuleType
 
-import pytest
-from places import ROOT
+def test_every_other_round_takes_contestants_in_reverse() -> None:
+    import timing
 
-
-@pytest.fixture
-def timing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Import it as the programs do, and leave nothing behind."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("timing")
-    sys.modules.pop("timing", None)
-
-
-def test_every_other_round_takes_contestants_in_reverse(timing: ModuleType) -> None:
     order: list[str] = []
     contestants = {name: (lambda name=name: order.append(name),) for name in ("one", "two", "three")}
 

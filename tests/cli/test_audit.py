@@ -255,17 +255,6 @@ def test_an_id_stands_alone(
     assert "an ID stands alone" in capsys.readouterr().err
 
 
-def test_a_misspelt_id_gets_the_nearest(
-    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arm(upstream.overlay())
-
-    with pytest.raises(SystemExit):
-        cli.main(["audit", "doubel-fix"])
-
-    assert "did you mean double-fix?" in capsys.readouterr().err
-
-
 # Forms
 
 

@@ -49,6 +49,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["rehearse", "--known-until", "Megatron_cor=0.18.2"], "did you mean megatron-core?"),
         (["rehearse", "--known-until", "megatron-core=new"], "'new' is no version"),
         (["report", "x"], "known names is near"),
+        (["report", "Scheduler-Restor"], "did you mean scheduler-restore?"),
         (["completion", "fish"], "choose from "),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",

@@ -173,13 +173,6 @@ def test_one_that_is_off_is_explained_with_what_is_here(upstream: Upstream) -> N
     assert "BROKEN, shape " in one_line(done.stdout)
 
 
-def test_a_misspelt_name_is_refused_with_the_one_that_is_near(upstream: Upstream) -> None:
-    done = launch("-m", "megacpp_overlays", "explain", "Scheduler_Restor", env=environment(upstream))
-
-    assert done.returncode == 2
-    assert "there is no overlay Scheduler_Restor; did you mean scheduler-restore?\n" in done.stderr
-
-
 # --- info -----------------------------------------------------------------------------------------------------
 
 

@@ -105,32 +105,32 @@ def test_what_concerns_the_package_explains_its_decisions(changes: dict[str, Any
     ]
 
 
-def test_other_kernels_under_the_same_loader_are_named() -> None:
-    (difference,) = differences.find(
-        [StatementGroup(stated(), (0, 1)), StatementGroup(stated(kernels_sha256="f" * 64), (2,))]
-    )
+@pytest.mark.parametrize(
+    ("other", "subject", "field", "values", "advice"),
+    [
+        (
+            stated(kernels_sha256="f" * 64),
+            *("megacpp_overlays", "kernels_sha256", ("c" * 64, "f" * 64), "the kernels are not the same"),
+        ),
+        (
+            stated(decided(decision="disabled", seams=[]), off=["scale-pad"]),
+            *("scale-pad", "switch", ("auto", "off"), "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere"),
+        ),
+        (
+            stated(settings={LOGITS: "keep"}),
+            *("megacpp_overlays", LOGITS, ("recompute", "keep"), f"set {LOGITS} the same everywhere, or nowhere"),
+        ),
+    ],
+    ids=["other kernels under the same loader", "a switch", "a setting of a kernel"],
+)
+def test_a_difference_has_its_values_with_their_holders_and_says_what_to_do(
+    other: dict[str, Any], subject: str, field: str, values: tuple[str, str], advice: str
+) -> None:
+    (difference,) = differences.find([StatementGroup(stated(), (0, 1)), StatementGroup(other, (2,))])
 
-    assert (difference.subject, difference.field) == ("megacpp_overlays", "kernels_sha256")
-    assert "the kernels are not the same" in difference.advice
-
-
-def test_a_switch_is_told_by_its_variable() -> None:
-    off = stated(decided(decision="disabled", seams=[]), off=["scale-pad"])
-
-    (difference,) = differences.find([StatementGroup(stated(), (0, 1)), StatementGroup(off, (2,))])
-
-    assert (difference.field, difference.values) == ("switch", (("auto", (0, 1)), ("off", (2,))))
-    assert "MEGACPP_OVERLAY_SCALE_PAD" in difference.advice
-
-
-def test_a_setting_of_a_kernel_is_told_by_its_variable() -> None:
-    keeps = stated(settings={LOGITS: "keep"})
-
-    (difference,) = differences.find([StatementGroup(stated(), (0, 1)), StatementGroup(keeps, (2,))])
-
-    assert (difference.subject, difference.field) == ("megacpp_overlays", LOGITS)
-    assert difference.values == (("recompute", (0, 1)), ("keep", (2,)))
-    assert difference.advice == f"set {LOGITS} the same everywhere, or nowhere"
+    assert (difference.subject, difference.field) == (subject, field)
+    assert difference.values == ((values[0], (0, 1)), (values[1], (2,)))
+    assert advice in difference.advice
 
 
 @pytest.mark.parametrize("changes", [{"version": "0.2.0"}, {"package_sha256": "e" * 64}], ids=["version", "files"])

@@ -121,19 +121,39 @@ def test_a_launcher_leaves_the_audit_of_what_it_imported_and_makes_no_step_witho
     assert "ranks" not in left()
 
 
-@pytest.mark.full
-def test_what_is_left_at_the_end_tells_how_often_each_seam_was_called(
-    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
-) -> None:
-    forks = (
-        TRAINS + "\nimport os\nif os.fork() == 0: sys.exit(0)\nos.wait()\nlayers.double(1.0)\n"
-    )  # the child leaves nothing
+IMPORTS = (
+    "import importlib, os, subprocess, sys, torch\nlayers = importlib.import_module(os.environ['NAME'] + '.layers')\n"
+)
+HELPS = f"{IMPORTS}for _ in range(5): layers.double(1.0)"
+CALLS = {
+    "a run that forks": (
+        f"{TRAINS}\nimport os\nif os.fork() == 0: sys.exit(0)\nos.wait()\nlayers.double(1.0)\n",  # the child leaves nothing
+        3,
+    ),
+    "a run whose helper calls nothing": (
+        f"{IMPORTS}layers.double(1)\nsubprocess.run([sys.executable, '-c', 'import torch'], check=True)",
+        1,
+    ),
+    "a run that trains, and whose helper calls": (
+        f"{TRAINS}\nimport subprocess\nsubprocess.run([sys.executable, '-c', {HELPS!r}], check=True)\nos._exit(0)\n",
+        1,  # what is left is of its first step, or of the helper
+    ),
+}
+"""Launchers, and how often each calls the seam as the audit that it leaves has it."""
 
-    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, forks), env=env)
+
+@pytest.mark.full
+@pytest.mark.parametrize("run", CALLS)
+def test_what_is_left_at_the_end_tells_how_often_the_run_itself_called_each_seam(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]], run: str
+) -> None:
+    launcher, times = CALLS[run]
+
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, launcher), env=env)
 
     assert done.returncode == 0, done.stderr
     (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
-    assert part["calls"] == {f"{upstream.name}.layers.double": 3}
+    assert part["calls"] == {f"{upstream.name}.layers.double": times}
     assert part["version"] is not None
 
 
@@ -182,23 +202,6 @@ def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
 
 
 @pytest.mark.full
-def test_a_helper_that_calls_nothing_leaves_the_audit_of_what_called(
-    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
-) -> None:
-    evaluates = (
-        "import importlib, os, subprocess, sys, torch\n"
-        "importlib.import_module(os.environ['NAME'] + '.layers').double(1)\n"
-        "subprocess.run([sys.executable, '-c', 'import torch'], check=True)"
-    )
-
-    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, evaluates), env=env)
-
-    assert done.returncode == 0, done.stderr
-    (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
-    assert sum(part["calls"].values()) == 1
-
-
-@pytest.mark.full
 def test_an_audit_is_written_into_a_fifo_and_the_end_of_a_run_does_not_wait_for_it(
     upstream: Upstream, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -213,21 +216,6 @@ def test_an_audit_is_written_into_a_fifo_and_the_end_of_a_run_does_not_wait_for_
     assert fifo.is_fifo()
     with open(reader) as told:
         assert decision(json.load(told)) == "armed"
-
-
-@pytest.mark.full
-def test_a_helper_of_a_run_that_trains_does_not_leave_its_own(
-    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
-) -> None:
-    helps = "import importlib, os, torch; layers = importlib.import_module(os.environ['NAME'] + '.layers')\nfor _ in range(5): layers.double(1.0)"
-    trains = TRAINS + f"\nimport subprocess\nsubprocess.run([sys.executable, '-c', {helps!r}], check=True)\n"
-    dies = trains + "os._exit(0)\n"  # what is left is of its first step, or of the helper
-
-    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, dies), env=env)
-
-    assert done.returncode == 0, done.stderr
-    (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
-    assert sum(part["calls"].values()) == 1
 
 
 @pytest.mark.full

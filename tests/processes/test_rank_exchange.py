@@ -8,13 +8,13 @@ import heapq
 import re
 import tracemalloc
 import zlib
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_store import Memory
 
 from megacpp_overlays.loader import statement
 from megacpp_overlays.processes import rank_exchange, ranks
@@ -26,42 +26,6 @@ LATEST = TIMEOUT + rank_exchange.GRACE_S + rank_exchange.LINGER_S + 3 * rank_exc
 
 class CrashedError(Exception):
     """A rank is gone; nobody may notice but by its silence."""
-
-
-class Memory:
-    """A store without a network, which counts what it is asked and what it holds."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-        self.asked: Counter[str] = Counter()
-        self.most_held = 0
-
-    def set(self, key: str, value: str) -> None:
-        self.asked["set"] += 1
-        self.held[key] = value.encode()
-        self.most_held = max(self.most_held, len(self.held))
-
-    def get(self, key: str) -> bytes:
-        self.asked["get"] += 1
-        return self.held[key]
-
-    def add(self, key: str, value: int) -> int:
-        self.asked["add"] += 1
-        total = int(self.held.get(key, b"0")) + value
-        self.held[key] = str(total).encode()
-        return total
-
-    def check(self, keys: list[str]) -> bool:
-        self.asked["check"] += 1
-        return all(key in self.held for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.asked["multi_get"] += 1
-        return [self.held[key] for key in keys]
-
-    def delete_key(self, key: str) -> bool:
-        self.asked["delete"] += 1
-        return self.held.pop(key, None) is not None
 
 
 class Mortal:

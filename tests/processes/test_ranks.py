@@ -22,6 +22,7 @@ import pytest
 import warm_python
 from launched_ranks import TIMEOUT, Ranks, only, same_error
 from made_up import BROKEN_TEXT, Upstream
+from memory_store import Memory
 from places import HANG_S, ROOT
 from ranks_launcher import wait
 from unpacked import unpacked
@@ -335,27 +336,6 @@ def test_a_timeout_is_a_span_of_time(timeout: float | timedelta) -> None:
         megacpp_overlays.verify_ranks(timeout=timeout)
 
 
-class PlainStore:
-    """A key-value store in which nobody else leaves anything."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.held[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.held[key]
-
-    def add(self, key: str, value: int) -> int:
-        total = int(self.held.get(key, b"0")) + value
-        self.held[key] = str(total).encode()
-        return total
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.held for key in keys)
-
-
 def joined(monkeypatch: pytest.MonkeyPatch, **internals: Any) -> None:
     """Make this process the first of two ranks, for a torch.distributed with these internals."""
     world = object()
@@ -380,7 +360,7 @@ def test_a_call_that_was_given_up_asks_nothing_more_when_the_store_answers_again
     """Whoever made it has been told, and may be in the next call already."""
     asked, answers = threading.Event(), threading.Event()
 
-    class Silent(PlainStore):
+    class Silent(Memory):
         def check(self, keys: list[str]) -> bool:
             if any(key.endswith("/verdict") for key in keys):
                 asked.set()
@@ -406,7 +386,7 @@ def test_a_call_that_was_given_up_asks_nothing_more_when_the_store_answers_again
 def test_what_another_rank_left_and_nobody_can_read_is_not_taken_for_a_store_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, left: bytes
 ) -> None:
-    class Answered(PlainStore):
+    class Answered(Memory):
         def check(self, keys: list[str]) -> bool:
             return keys[0].endswith("/verdict")
 
@@ -460,7 +440,7 @@ def test_ranks_that_one_agent_starts_anew_do_not_read_what_the_failed_ones_left(
     monkeypatch.setattr(rank_exchange, "LINGER_S", 0.0)
     keys = []
     for restart in restarts:
-        store = PlainStore()
+        store = Memory()
         joined(monkeypatch, _get_default_store=lambda store=store: store)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         with pytest.raises(RanksError, match="rank 1 of 2 did not arrive"):

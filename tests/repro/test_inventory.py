@@ -148,7 +148,9 @@ def test_what_is_settled_is_never_filed_and_what_joins_a_thread_has_an_open_one(
 
 
 def reproducer(entry: Described) -> Iterator[str]:
-    """A pack without a reproducer is a draft and says so."""
+    """Notes say how to run the reproducer; a pack without one is a draft and says so."""
+    if f"megacpp-overlays repro {entry.pack.number}" not in entry.notes:
+        yield "its notes do not say how to run its reproducer"
     missing = [name for name in ("Testing evidence", "Reproduce") if "No reproducer yet" in section(entry.notes, name)]
     if entry.pack.reproducer.exists():
         if "No reproducer yet" in entry.notes:
@@ -157,7 +159,7 @@ def reproducer(entry: Described) -> Iterator[str]:
         yield f"it has no reproducer, is {entry.state}, and says so in {missing}"
 
 
-def test_a_pack_without_a_reproducer_is_a_draft_and_says_so() -> None:
+def test_notes_say_how_to_run_the_reproducer_and_a_pack_without_one_is_a_draft() -> None:
     assert not wrong(reproducer)
 
 

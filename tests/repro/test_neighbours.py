@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from made_up import BROKEN_TEXT, Upstream, install_plugin
-from places import SUPPORT
+from made_environments import install_here
+from made_up import BROKEN_TEXT
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.repro import Behaviour, Blocked, Case, Neighbour, TargetAbsent, inventory, neighbour, runner
@@ -352,25 +351,12 @@ NEIGHBOURS = (
     neighbour("ending", failing_with_the_overlay),
 )
 """
-PLUGIN = """
-from pathlib import Path
-from made_up import Upstream
-OVERLAY = Upstream("made_target", Path(__file__).parent).overlay()
-"""
 
 
 def test_a_run_says_of_each_neighbour_whether_it_is_the_same_and_fails_where_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "made_up_plugin.py").write_text(PLUGIN)
-    install_plugin(tmp_path, "made_up_plugin:OVERLAY")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    )
-    monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "made_up_plugin", raising=False)
-    Upstream("made_target", tmp_path).write(BROKEN_TEXT)
+    install_here(tmp_path, monkeypatch, BROKEN_TEXT)
     pack = tmp_path / "packs" / "99-double"
     pack.mkdir(parents=True)
     (pack / "reproduce.py").write_text(REPRODUCER)

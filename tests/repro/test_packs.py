@@ -16,25 +16,12 @@ from places import HANG_S, ROOT
 from unpacked import unpacked
 
 from megacpp_overlays.loader import registry, retired
-from megacpp_overlays.repro import inventory, manifest, pack_file, receipts
+from megacpp_overlays.repro import inventory, manifest, receipts
 
 PACKS = inventory.list_packs(inventory.own_folder())
 OVERLAYS = registry.load()
-SECTIONS = (
-    "Target",
-    "Problem",
-    "Solution",
-    "Changed surfaces",
-    "Testing evidence",
-    "Upstream state",
-    "Class",
-    "Lifecycle state",
-    "Reproduce",
-)
-
 REPRODUCED = [pack for pack in PACKS if pack.reproducer.is_file()]
 
-each_pack = pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.name)
 each_reproducer = pytest.mark.parametrize("pack", REPRODUCED, ids=lambda pack: pack.name)
 
 
@@ -51,27 +38,6 @@ def test_cases_are_about_overlays_of_their_own_pack(pack: inventory.Pack) -> Non
 
     assert {numbers[case.overlay] for case in cases if case.overlay} <= {pack.number}
     assert all(case.overlay or case.claim for case in cases)
-
-
-@each_pack
-def test_notes_have_the_shape_of_an_upstream_contribution(pack: inventory.Pack) -> None:
-    text = (pack.folder / "README.md").read_text()
-
-    missing = [name for name in SECTIONS if not re.search(rf"^\W*{name}\b", text, re.MULTILINE)]
-    assert not missing
-    assert f"megacpp-overlays repro {pack.number}" in text
-    assert ("No reproducer yet" in text) != pack.reproducer.is_file()
-
-
-@each_pack
-def test_facts_say_where_it_would_be_filed_and_what_upstream_has(pack: inventory.Pack) -> None:
-    facts = pack_file.read(pack.folder)
-
-    declared = {
-        (each.repository, each.number) for part in OVERLAYS if part.pack == pack.number for each in part.threads
-    }
-    assert not declared & {(each.repository, each.number) for each in facts.threads}, "a declaration has it already"
-    assert facts.upstream != "overlap" or declared or facts.threads
 
 
 def test_reproducers_can_be_listed_without_importing_an_upstream() -> None:

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,9 +22,10 @@ import made_up_checkout
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream, install_plugin
+from made_environments import HONEST, REPRODUCER, Packs, install_here
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from made_up_checkout import Checkout
-from places import HANG_S, ROOT, SUPPORT
+from places import HANG_S, ROOT
 from releases import only
 from repositories import commit_all, git
 from running import demand_end
@@ -41,29 +41,6 @@ from megacpp_overlays.repro.transcript import Transcript, paths_in, scrub
 
 UPSTREAM = "made_target"
 LAYERS = "made_target.layers"
-PLUGIN = """
-from pathlib import Path
-from made_up import Upstream
-OVERLAY = Upstream("made_target", Path(__file__).parent).overlay()
-"""
-REPRODUCER = """
-import os, signal, subprocess, sys, time
-from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
-
-def double():
-    from made_target import layers
-    if not hasattr(layers, "double"):
-        raise TargetAbsent("no double")
-    return layers.double(1)
-
-def measure():
-{body}
-
-CASES = (
-    Case(name="double", overlay="double-fix", device={device!r}, versions=("packaging",), run=measure{more}),
-)
-"""
-HONEST = 'value = double()\nreturn Behaviour(broken=value != 2, seen=f"double(1) = {value}")'
 ABSENT_TEXT = "def other():\n    pass\n"
 UNKNOWN_TEXT = BROKEN_TEXT.replace("x + x + 1", "2 * x + 1")
 
@@ -80,12 +57,10 @@ class Inventory:
         return self.folder / "packs"
 
     def write(self, body: str = HONEST, *, device: str = "cpu", more: str = "") -> Path:
-        pack = self.packs / "99-double"
-        pack.mkdir(parents=True, exist_ok=True)
-        text = REPRODUCER.format(body=textwrap.indent(body, "    "), device=device, more=more)
-        (pack / "reproduce.py").write_text(text)
-        (pack / "README.md").write_text("# Pack 99: double\n\nClass: overlay\n\nLifecycle state: draft\n")
-        return pack / "reproduce.py"
+        reproducer = Packs(self.packs).write(body, device=device, more=more)
+        notes = "# Pack 99: double\n\nClass: overlay\n\nLifecycle state: draft\n"
+        reproducer.with_name("README.md").write_text(notes)
+        return reproducer
 
     def run(self, *, timeout: float = 60.0, given_tree: Path | None = None) -> Ran:
         reproducer = self.packs / "99-double" / "reproduce.py"
@@ -118,16 +93,7 @@ class Ran:
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     """An inventory whose overlay is an installed plugin, with a broken upstream."""
-    (tmp_path / "made_up_plugin.py").write_text(PLUGIN)
-    install_plugin(tmp_path, "made_up_plugin:OVERLAY")
-    path = [str(tmp_path), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-    monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "made_up_plugin", raising=False)
-    upstream = Upstream(UPSTREAM, tmp_path)
-    upstream.write(BROKEN_TEXT)
-    inventory = Inventory(tmp_path, upstream)
+    inventory = Inventory(tmp_path, install_here(tmp_path, monkeypatch, BROKEN_TEXT))
     inventory.write()
     return inventory
 
@@ -725,8 +691,7 @@ def test_a_case_about_one_part_is_judged_by_that_part(made: Inventory) -> None:
 
 def command(made: Inventory, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "megacpp_overlays", "repro", "--packs", str(made.packs), *arguments]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])}
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 def test_the_command_runs_one_case_and_exits_with_its_code(made: Inventory) -> None:
@@ -787,8 +752,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(made: Inventory, tmp_path: Pa
     temporary.mkdir()
     made.write(f'open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))\ntime.sleep(300)')
     words = [sys.executable, "-m", "megacpp_overlays", "repro", "--packs", str(made.packs), "99"]
-    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
+    env = {**os.environ, "TMPDIR": str(temporary)}
 
     # Under `nohup` the tests ignore SIGHUP, and what they start would, too.
     heeded = functools.partial(signal.signal, number, signal.SIG_DFL)

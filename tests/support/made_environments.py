@@ -1,8 +1,9 @@
-"""Throw-away environments with a made-up upstream, the plugin that repairs it, and the pack that reproduces it."""
+"""A made-up upstream, the plugin that repairs it and the pack that reproduces it: in an environment of their own, or here."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import textwrap
 import venv
@@ -10,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from made_up import Upstream, install_plugin
 from packaging.requirements import Requirement
-from places import SUPPORT
+from places import ROOT, SUPPORT
 
 from megacpp_overlays.upkeep import locks
 from megacpp_overlays.upkeep.environments import Environment
@@ -24,7 +27,7 @@ from made_up import Upstream
 OVERLAY = Upstream("made_target", Path(__file__).parent).overlay()
 """
 REPRODUCER = """
-import os, time
+import os, signal, subprocess, sys, time
 from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
 
 def double():
@@ -37,7 +40,7 @@ def measure():
 {body}
 
 CASES = (
-    Case(name="double", overlay="double-fix", device={device!r}, versions=("made-target",), run=measure),
+    Case(name="double", overlay="double-fix", device={device!r}, versions=("packaging",), run=measure{more}),
 )
 """
 HONEST = 'value = double()\nreturn Behaviour(broken=value != 2, seen=f"double(1) = {value}")'
@@ -70,6 +73,26 @@ def make(folder: Path, text: str, version: str, *, needed: tuple[str, ...] = NEE
     lines += [f"{name}=={pinned} --hash=sha256:{'0' * 64}" for name, pinned in pins.items()]
     lock.write_text("\n".join([*lines, ""]))
     return Environment(locks.read(lock), folder / "bin" / "python")
+
+
+def install_here(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Upstream:
+    """Let this process and its children find a release of the made-up upstream, and the plugin; return the upstream.
+
+    Args:
+        folder: what both are written into.
+        monkeypatch: takes the paths back.
+        text: the module `made_target.layers` of the release.
+    """
+    (folder / "made_up_plugin.py").write_text(PLUGIN)
+    install_plugin(folder, "made_up_plugin:OVERLAY")
+    path = [str(folder), str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "made_up_plugin", raising=False)
+    upstream = Upstream("made_target", folder)
+    upstream.write(text)
+    return upstream
 
 
 def site_of(environment: Environment) -> Path:
@@ -112,10 +135,10 @@ class Packs:
 
     folder: Path
 
-    def write(self, body: str = HONEST, *, device: str = "cpu") -> Path:
-        """Write the reproducer and return it."""
+    def write(self, body: str = HONEST, *, device: str = "cpu", more: str = "") -> Path:
+        """Write the reproducer, with more arguments of its case, and return it."""
         pack = self.folder / "99-double"
         pack.mkdir(parents=True, exist_ok=True)
-        text = REPRODUCER.format(body=textwrap.indent(body, "    "), device=device)
+        text = REPRODUCER.format(body=textwrap.indent(body, "    "), device=device, more=more)
         (pack / "reproduce.py").write_text(text)
         return pack / "reproduce.py"

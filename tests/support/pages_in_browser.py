@@ -1,15 +1,57 @@
-"""A headless Chromium for tests of pages."""
+"""Pages as tests read them: their text, and in a headless Chromium."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from places import ROOT
 from playwright.sync_api import sync_playwright
+
+
+class Reader(HTMLParser):
+    """What a page links to, loads and names, its headings in order, and the rows of its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        """Addresses, and `script` for one that is inline."""
+        self.levels: list[int] = []
+        self.tables: list[list[list[str]]] = []
+        self.scopes: list[str | None] = []
+        self._cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        self.ids += [values["id"]] if values.get("id") else []
+        self.levels += [int(tag[1])] if tag in {"h1", "h2", "h3"} else []
+        if tag == "a":
+            self.links.append(str(values["href"]))
+        elif {"src", "href"} & values.keys() or tag == "script":
+            self.loads.append(values.get("src") or values.get("href") or tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in {"th", "td"}:
+            self._cell = True
+            self.tables[-1][-1].append("")
+            if tag == "th":
+                self.scopes.append(values.get("scope"))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in {"th", "td"}
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.tables[-1][-1][-1] += data
 
 
 def chromium() -> Iterator[Any]:

@@ -358,50 +358,39 @@ def places(change: Callable[[Any], object]) -> Callable[[Any], object]:
     return lambda found: [change(each) for each in found.storage_data.values()]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (places(lambda each: vars(each).update(relative_path="../other.distcp")), "not a file of this checkpoint"),
-        (places(lambda each: vars(each).update(relative_path="/etc/passwd")), "not a file of this checkpoint"),
-        (places(lambda each: vars(each).update(relative_path="..")), "not a file of this checkpoint"),
-        (places(lambda each: vars(each).update(relative_path="away")), "not a file of this checkpoint"),
-        (places(lambda each: vars(each).update(relative_path="gone")), "cannot be read: No such file"),
-        (places(lambda each: vars(each).update(relative_path="pipe")), "cannot be read: it is no regular file"),
-        (places(lambda each: vars(each).update(relative_path=7)), "does not say what it is"),
-        (places(lambda each: vars(each).update(offset=-5)), "does not say what it is"),
-        (places(lambda each: vars(each).update(offset=2**70)), "does not say what it is"),
-        (places(lambda each: vars(each).update(offset=2**40)), "ends before it does"),
-        (places(lambda each: vars(each).update(length=2**40)), "ends before it does"),
-        (places(lambda each: vars(each).update(length=100)), "cannot be read"),
-        (places(lambda each: vars(each).update(transform_descriptors=["zstd"])), "compressed or encrypted"),
-        (lambda found: found.storage_data.update(more=1), "does not say what it is"),
-        (lambda found: setattr(found, "storage_data", 3), "no metadata of torch.distributed.checkpoint"),
-    ],
-    ids=[
-        *(
-            "above",
-            "elsewhere",
-            "the folder above",
-            "a link that leads away",
-            "gone",
-            "a fifo",
-            "no name",
-            "before its file",
-        ),
-        *(
-            "past all files",
-            "past its file",
-            "longer than its file",
-            "too short",
-            "compressed",
-            "no entry",
-            "no places",
-        ),
-    ],
-)
-def test_a_place_that_cannot_be_is_an_error(
-    tmp_path: Path, said: Said, change: Callable[[Any], object], says: str
-) -> None:
+def at(path: object) -> Callable[[Any], object]:
+    """Return an edit by which every tensor is said to be in another file."""
+    return places(lambda each: vars(each).update(relative_path=path))
+
+
+WRONG_PLACES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "above": (at("../other.distcp"), "not a file of this checkpoint"),
+    "elsewhere": (at("/etc/passwd"), "not a file of this checkpoint"),
+    "the folder above": (at(".."), "not a file of this checkpoint"),
+    "a link that leads away": (at("away"), "not a file of this checkpoint"),
+    "gone": (at("gone"), "cannot be read: No such file"),
+    "a fifo": (at("pipe"), "cannot be read: it is no regular file"),
+    "no name": (at(7), "does not say what it is"),
+    "before its file": (places(lambda each: vars(each).update(offset=-5)), "does not say what it is"),
+    "past all files": (places(lambda each: vars(each).update(offset=2**70)), "does not say what it is"),
+    "past its file": (places(lambda each: vars(each).update(offset=2**40)), "ends before it does"),
+    "longer than its file": (places(lambda each: vars(each).update(length=2**40)), "ends before it does"),
+    "too short": (places(lambda each: vars(each).update(length=100)), "cannot be read"),
+    "compressed": (
+        places(lambda each: vars(each).update(transform_descriptors=["zstd"])),
+        "compressed or encrypted",
+    ),
+    "no entry": (lambda found: found.storage_data.update(more=1), "does not say what it is"),
+    "no places": (
+        lambda found: setattr(found, "storage_data", 3),
+        "no metadata of torch.distributed.checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", WRONG_PLACES)
+def test_a_place_that_cannot_be_is_an_error(tmp_path: Path, said: Said, where: str) -> None:
+    change, says = WRONG_PLACES[where]
     folder = write(tmp_path / "saved", parameter())
     os.mkfifo(folder / "pipe")
     (tmp_path / "elsewhere").write_bytes((folder / "__0_0.distcp").read_bytes())
@@ -469,32 +458,33 @@ class Persistent:
 NUMBERS = b"\0" * 4 * COUNT
 
 
-@pytest.mark.parametrize(
-    ("entries", "says"),
-    [
-        ({"data/0": NUMBERS}, "no tensor that torch.save wrote"),
-        ({"data.pkl": b"no pickle", "data/0": NUMBERS}, "the header of"),
-        ({"data.pkl": pickle.dumps(3), "data/0": NUMBERS}, "no plain tensor"),
-        ({"data.pkl": b"N" * (1 << 20) + b"N.", "data/0": NUMBERS}, "is larger than"),
-        ({"data.pkl": header()}, "fewer numbers than it says"),
-        ({"data.pkl": header(), "data/0": NUMBERS[4:]}, "fewer numbers than it says"),
-        ({"data.pkl": header(offset=1), "data/0": NUMBERS}, "fewer numbers than it says"),
-        ({"data.pkl": header(key="../0"), "data/0": NUMBERS}, "fewer numbers than it says"),
-        ({"data.pkl": header(shape=(1 << 40, 1 << 40)), "data/0": NUMBERS}, "do not lie one behind the other"),
-        ({"data.pkl": header(shape=(COLUMNS, ROWS), stride=(1, COLUMNS)), "data/0": NUMBERS}, "do not lie one behind"),
-        ({"data.pkl": header(stride=(0, 0)), "data/0": NUMBERS}, "do not lie one behind the other"),
-        ({"data.pkl": header(shape=(-1, 3)), "data/0": NUMBERS}, "do not lie one behind the other"),
-        ({"data.pkl": header(kind="LongStorage"), "data/0": NUMBERS}, "its numbers are torch.LongStorage"),
-        ({"data.pkl": header(), "data/0": NUMBERS, "byteorder": b"big"}, "another order of bytes"),
-    ],
-    ids=[
-        *("no header", "no pickle", "no tensor", "a large header", "no numbers", "too few", "too far on", "elsewhere"),
-        *("endless", "transposed", "all the same", "negative", "other numbers", "other order"),
-    ],
-)
-def test_a_tensor_that_is_not_what_it_says_is_an_error(
-    tmp_path: Path, said: Said, entries: dict[str, bytes], says: str
-) -> None:
+WRONG_TENSORS: dict[str, tuple[dict[str, bytes], str]] = {
+    "no header": ({"data/0": NUMBERS}, "no tensor that torch.save wrote"),
+    "no pickle": ({"data.pkl": b"no pickle", "data/0": NUMBERS}, "the header of"),
+    "no tensor": ({"data.pkl": pickle.dumps(3), "data/0": NUMBERS}, "no plain tensor"),
+    "a large header": ({"data.pkl": b"N" * (1 << 20) + b"N.", "data/0": NUMBERS}, "is larger than"),
+    "no numbers": ({"data.pkl": header()}, "fewer numbers than it says"),
+    "too few": ({"data.pkl": header(), "data/0": NUMBERS[4:]}, "fewer numbers than it says"),
+    "too far on": ({"data.pkl": header(offset=1), "data/0": NUMBERS}, "fewer numbers than it says"),
+    "elsewhere": ({"data.pkl": header(key="../0"), "data/0": NUMBERS}, "fewer numbers than it says"),
+    "endless": ({"data.pkl": header(shape=(1 << 40, 1 << 40)), "data/0": NUMBERS}, "do not lie one behind the other"),
+    "transposed": (
+        {"data.pkl": header(shape=(COLUMNS, ROWS), stride=(1, COLUMNS)), "data/0": NUMBERS},
+        "do not lie one behind the other",
+    ),
+    "all the same": ({"data.pkl": header(stride=(0, 0)), "data/0": NUMBERS}, "do not lie one behind the other"),
+    "negative": ({"data.pkl": header(shape=(-1, 3)), "data/0": NUMBERS}, "do not lie one behind the other"),
+    "other numbers": (
+        {"data.pkl": header(kind="LongStorage"), "data/0": NUMBERS},
+        "its numbers are torch.LongStorage",
+    ),
+    "other order": ({"data.pkl": header(), "data/0": NUMBERS, "byteorder": b"big"}, "another order of bytes"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TENSORS)
+def test_a_tensor_that_is_not_what_it_says_is_an_error(tmp_path: Path, said: Said, what: str) -> None:
+    entries, says = WRONG_TENSORS[what]
     folder = write(tmp_path, parameter())
     stored(folder, f"{STATE}.param.rows", entries)
 

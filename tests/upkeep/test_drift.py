@@ -78,7 +78,8 @@ def test_a_release_as_published_is_no_drift(drift: Drift) -> None:
 def test_hands_in_it_are_named_file_by_file_with_the_way_out(drift: Drift, target: Path) -> None:
     (target / LOSS).write_text("# a hot fix\n")
     (target / "liger_kernel" / "functional.py").unlink()
-    (target / "liger_kernel" / "hot.py").write_text("")
+    (target / "liger_kernel" / "hot" / "deep").mkdir(parents=True)
+    (target / "liger_kernel" / "hot" / "deep" / "fix.py").write_text("")
 
     done = drift()
 
@@ -87,7 +88,7 @@ def test_hands_in_it_are_named_file_by_file_with_the_way_out(drift: Drift, targe
     assert "1 changed, 1 missing, 1 added  untracked" in lines[2]
     assert [line.strip() for line in lines if line.startswith("  liger-kernel: ")] == [
         "liger-kernel: liger_kernel/functional.py missing",
-        "liger-kernel: liger_kernel/hot.py added",
+        "liger-kernel: liger_kernel/hot/deep/fix.py added",
         f"liger-kernel: {LOSS} changed",
     ]
     digest = hashlib.sha256((target / LOSS).read_bytes()).hexdigest()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import made_environments
@@ -320,17 +321,8 @@ def receipts(folder: Path, **pins: str) -> tuple[KeptReceipt, ...]:
     pinned = {"megatron-core": "0.19.2", "torch": "2.11.0", "packaging": "26.0", **pins}
     lines = [f"{name}=={version} --hash=sha256:{'0' * 64}" for name, version in pinned.items() if version]
     (folder / "lock.txt").write_text("\n".join([*lines, ""]))
-    part = ProbedPart(
-        module="megatron.core.transformer.experimental_attention_variant.dsa",
-        target="megatron.core.transformer.experimental_attention_variant.dsa.f",
-        distribution="megatron-core",
-        version="0.19.2",
-        verdict=Verdict.BROKEN,
-        shape="lengths-read-on-host",
-        evidence="the host reads a tensor",
-        has_seams=True,
-        left_alone=None,
-    )
+    part = part_of("megatron.core.transformer.experimental_attention_variant.dsa")
+    part = replace(part, distribution="megatron-core", version="0.19.2")
     probed = ProbeReport(overlay="dsa-capture-gates", parts=(part,), due=False)
     return evidence.receipts_for(probed, inventory.find(folder, PACK), locks.read(folder / "lock.txt"))
 

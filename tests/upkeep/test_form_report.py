@@ -113,15 +113,6 @@ def test_it_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(path.read_text())["parts"][0]["id"] == "double-fix"
 
 
-@pytest.mark.usefixtures("current")
-def test_of_an_overlay_that_is_not_there_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["report", "double-fxi"])
-
-    assert caught.value.code == 2
-    assert "there is no overlay double-fxi; did you mean double-fix?" in capsys.readouterr().err
-
-
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz0123456789._-@+", min_size=1, max_size=12)
 
 

@@ -11,12 +11,11 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pages_in_browser import check_accessible, check_nothing_is_cut, chromium, opener
+from pages_in_browser import Reader, check_accessible, check_nothing_is_cut, chromium, opener
 from places import FINDINGS, ROOT, WHEELS
 from releases import only
 
@@ -76,52 +75,8 @@ def test_every_listed_release_of_a_target_is_in_it() -> None:
 # --- the page as text ---
 
 
-class Reader(HTMLParser):
-    """Collects what a page links to, what it names, and the rows of its tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.tables: list[list[list[str]]] = []
-        self.scopes: list[str | None] = []
-        self._cell = False
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        values = dict(attributes)
-        if values.get("id"):
-            self.ids.append(str(values["id"]))
-        if tag == "a":
-            self.links.append(str(values["href"]))
-        elif {"src", "href"} & values.keys() or tag == "script":
-            self.loads.append(values.get("src") or values.get("href") or tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in {"th", "td"}:
-            self._cell = True
-            self.tables[-1][-1].append("")
-            if tag == "th":
-                self.scopes.append(values.get("scope"))
-
-    def handle_endtag(self, tag: str) -> None:
-        self._cell = self._cell and tag not in {"th", "td"}
-
-    def handle_data(self, data: str) -> None:
-        if self._cell:
-            self.tables[-1][-1][-1] += data
-
-
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    return reader
-
-
 def test_the_page_asks_for_nothing_and_every_link_leads_to_a_place_on_it() -> None:
-    page = read(PAGE.read_text())
+    page = Reader(PAGE.read_text())
 
     assert page.loads == ["data:,", "script"], "the one that shows and hides what is there, inline"
     inside = {link[1:] for link in page.links if link.startswith("#")}
@@ -137,7 +92,7 @@ def test_the_page_is_small() -> None:
 
 
 def test_each_overlay_has_a_row_with_what_was_so_of_which_releases() -> None:
-    page = read(PAGE.read_text())
+    page = Reader(PAGE.read_text())
     shown = [rows for rows in page.tables if "overlay or gate" in rows[0][0]]  # a table of flips may follow each
 
     assert set(page.scopes) == {"col", "row"}
@@ -162,7 +117,7 @@ def test_flips_are_listed_with_version_and_date() -> None:
         }
         for table in KEPT
     ]
-    shown = [rows for rows in read(PAGE.read_text()).tables if "overlay or gate" not in rows[0][0]]
+    shown = [rows for rows in Reader(PAGE.read_text()).tables if "overlay or gate" not in rows[0][0]]
     for expected, rows in zip(filter(None, every), shown, strict=True):
         listed = [" ".join(cells).replace("→", " ").split() for cells in rows[1:]]
         assert {tuple(each) for each in listed} == expected
@@ -183,7 +138,7 @@ def test_what_upstream_wrote_is_text_and_never_markup() -> None:
 
 
 def test_a_release_leads_to_its_tag_and_one_without_a_known_tag_is_no_link() -> None:
-    linked = [each for each in read(PAGE.read_text()).links if "/releases/tag/" in each]
+    linked = [each for each in Reader(PAGE.read_text()).links if "/releases/tag/" in each]
 
     assert "https://github.com/NVIDIA/Megatron-LM/releases/tag/core_v0.19.0" in linked
     assert "https://github.com/tile-ai/tilelang/releases/tag/v0.1.13" in linked
@@ -349,7 +304,7 @@ def test_each_release_has_a_place_that_lists_its_defects_without_script_too(brow
     broken = [name for name in columns_of(table) if row.cells[name].verdict is Verdict.BROKEN]
     assert page.locator(":target a").all_inner_texts() == broken
     context.close()
-    ids = set(read(PAGE.read_text()).ids)
+    ids = set(Reader(PAGE.read_text()).ids)
     assert {f"{table.distribution}={row.name}" for table in KEPT for row in table.rows} <= ids
 
 

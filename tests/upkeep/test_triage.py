@@ -525,17 +525,6 @@ def test_what_is_on_neither_side_is_absent_and_nothing_is_run(
 
 
 @pytest.mark.full
-def test_an_upstream_that_ends_every_process_is_a_conflict(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("broken", "deadly") == 1
-
-    said = one_line(capsys.readouterr().out)
-    assert "its reproducer fails: double: without the overlay: the process ended with exit code 3" in said
-    assert "1 conflict. Settle each conflict before the upgrade." in said
-
-
-@pytest.mark.full
 def test_a_receipt_is_named_where_a_case_cannot_run_here(
     run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

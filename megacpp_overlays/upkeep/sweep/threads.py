@@ -28,7 +28,7 @@ SCHEMA = 1
 
 OPEN, DRAFT, CLOSED, MERGED, RELEASED = "open", "draft", "closed", "merged", "released"
 ISSUE, PULL = "issue", "pull request"
-API, COPY = "api", "stored copy"
+API = "api"
 
 Key: TypeAlias = "tuple[str, int]"
 """Repository and number."""
