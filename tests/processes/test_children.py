@@ -78,18 +78,6 @@ def test_a_child_ends_in_the_state_of_its_parent_whether_that_is_armed_or_has_im
     assert said(done) == {"parent": [2, 3, "active"], "armed": children, "imported": children}
 
 
-def test_switches_reach_children_through_the_environment(upstream: Upstream, env: dict[str, str]) -> None:
-    env = {**env, "MEGACPP_OVERLAY_DOUBLE_FIX": "off", "MEGACPP_OVERLAYS_LOG": "stderr"}
-
-    done = launch(
-        write(upstream, LAUNCHER.replace('"fork", "spawn", "forkserver"', '"spawn",')), upstream.name, env=env
-    )
-
-    assert done.returncode == 1  # `double` has no `__wrapped__` when nothing is installed
-    assert "has no attribute '__wrapped__'" in done.stderr
-    assert "off: double-fix" in done.stderr
-
-
 # --- every kind of child, with and without reaching it --------------------------------------------------------
 
 KINDS = """
@@ -180,37 +168,6 @@ def test_run_reaches_what_reach_children_reaches(
 
     assert isinstance(found, dict)
     assert {kind for kind in found if found[kind] == BROKEN} == (NEVER & {*kinds} if kinds else NEVER)
-
-
-RAY_DRIVER = """
-import json, os, pickle, subprocess, sys
-import megacpp_overlays, tasks
-
-def worker(**extra):
-    env = {name: os.environ[name] for name in ("NAME", "MEGACPP_OVERLAYS_LOG", "PYTHONPATH", "MEGACPP_OVERLAYS_PLUGINS")}
-    done = subprocess.run([sys.executable, "worker.py"], env={**env, **extra}, input=pickle.dumps(tasks.Actor), capture_output=True)
-    return json.loads(done.stdout)
-
-print(json.dumps([tasks.Actor().work(), worker(), worker(**megacpp_overlays.child_environment())]))
-"""
-RAY_TASKS = """
-import importlib, os
-
-class Actor:
-    def work(self):
-        return importlib.import_module(os.environ["NAME"] + ".layers").double(1)
-"""
-RAY_WORKER = "import pickle, sys; print(pickle.load(sys.stdin.buffer)().work())"
-
-
-def test_a_worker_that_unpickles_a_class_by_reference_needs_the_variables(
-    upstream: Upstream, env: dict[str, str]
-) -> None:
-    write(upstream, RAY_TASKS, "tasks")
-    write(upstream, RAY_WORKER, "worker")
-    driver = write(upstream, RAY_DRIVER, "driver")
-
-    assert said(launch(driver, env=env, cwd=driver.parent)) == [REPAIRED, BROKEN, REPAIRED]
 
 
 TORCH = """

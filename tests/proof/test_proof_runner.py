@@ -297,9 +297,28 @@ def test_the_readme_quotes_what_the_page_says(kept: dict[str, Any]) -> None:
     assert f"no loss is further from PyTorch's than {worst} of it" in text
 
 
-def test_the_receipts_are_of_the_inputs_that_are_here_and_of_a_whole_run(kept: dict[str, Any]) -> None:
-    here = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in kept["inputs"]}
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("cpu", "make proof-cpu"),
+        ("bridge-cpu", "make proof-bridge"),
+        ("megatron-layers-cpu", "proof/run.py --megatron-lm CHECKOUT --only megatron-layers"),
+    ],
+)
+def test_the_receipts_are_of_the_inputs_that_are_here_and_of_a_whole_run(name: str, again: str) -> None:
+    kept = json.loads((ROOT / f"proof/results/{name}.json").read_text())
 
-    assert kept["inputs"] == here, "run `make proof-cpu`, and look at what it says"
+    here = {each: hashlib.sha256((ROOT / each).read_bytes()).hexdigest() for each in kept["inputs"]}
+
+    assert kept["inputs"] == here, f"run `{again}`, and look at what it says"
     assert not kept["quick"]
     assert kept["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "bridge-cpu", "megatron-cpu", "megatron-gpu", "megatron-layers-cpu"])
+def test_the_page_that_is_kept_is_that_of_the_receipts(name: str) -> None:
+    import page
+
+    kept = json.loads((ROOT / f"proof/results/{name}.json").read_text())
+
+    assert page.markdown(kept) == (ROOT / f"proof/results/{name}.md").read_text()

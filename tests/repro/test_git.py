@@ -7,18 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from repositories import commit_all, write_files
 
 from megacpp_overlays.repro import git
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    folder = tmp_path / "repository"
-    subprocess.run(["git", "init", "-q", "-b", "main", str(folder)], check=True)
-    (folder / "layers.py").write_text("x = 1\n")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    for arguments in (["add", "."], [*identity, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+    folder = write_files(tmp_path / "repository", {"layers.py": "x = 1\n"})
+    commit_all(folder)
     return folder
 
 

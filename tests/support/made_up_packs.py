@@ -150,21 +150,3 @@ def searched(age: int = 0) -> str:
 def lines_of(found: Sequence[object]) -> str:
     """Return several things as one text."""
     return "\n".join(map(str, found))
-
-
-WAITING_PACK = """
-repository = "o/r"
-upstream = "new"
-priority = "report"
-files = []
-
-[[threads]]
-repository = "o/r"
-number = {number}
-state = "open"
-"""
-
-
-def write_waiting_pack(folder: Path, name: str, number: int) -> None:
-    (folder / name).mkdir(parents=True)
-    (folder / name / "pack.toml").write_text(WAITING_PACK.format(number=number))

@@ -72,36 +72,29 @@ def test_a_thread_of_unknown_kind_is_asked_as_an_issue_first(host: Host, client:
     assert len(host.requests) == 2
 
 
-def test_what_was_taken_for_a_pull_request_may_be_an_issue(host: Host, client: Client) -> None:
-    host.issue(REPOSITORY, 1)
-
-    assert look(client, answer()).kind == "issue"
-
-
-def test_the_commit_of_a_trial_merge_is_not_kept(host: Host, client: Client) -> None:
-    host.pull(REPOSITORY, 1)
-
-    assert look(client, answer()).merge_commit is None
-
-
-def test_a_draft_is_a_draft_only_while_it_is_open(host: Host, client: Client) -> None:
-    host.pull(REPOSITORY, 1, draft=True)
-    host.pull("o/other", 1, draft=True, state="closed", closed_at="2026-07-01T00:00:00Z")
-
-    assert look(client, answer()).state == "draft"
-    assert ask(client, "o/other", 1, answer(), TODAY).answer.state == "closed"
+MEANT: dict[str, tuple[str, dict[str, Any], str, object]] = {
+    "what was taken for a pull request may be an issue": ("issue", {}, "kind", "issue"),
+    "a reason is not kept after a reopening": ("issue", {"state_reason": "reopened"}, "reason", None),
+    "a name in other letters is no move": ("issue", {"html_url": "https://github.com/O/R/issues/1"}, "moved_to", None),
+    "the commit of a trial merge is not kept": ("pull", {}, "merge_commit", None),
+    "a draft": ("pull", {"draft": True}, "state", "draft"),
+    "a draft is one only while it is open": (
+        "pull",
+        {"draft": True, "state": "closed", "closed_at": "2026-07-01T00:00:00Z"},
+        "state",
+        "closed",
+    ),
+    "days are UTC": ("pull", {"created_at": "2025-08-21T20:12:59-07:00"}, "created", date(2025, 8, 22)),
+}
+"""Answers of the host, and what one field of each means."""
 
 
-def test_a_reason_is_not_kept_after_an_issue_was_reopened(host: Host, client: Client) -> None:
-    host.issue(REPOSITORY, 1, state="open", state_reason="reopened")
+@pytest.mark.parametrize("what", MEANT)
+def test_a_field_is_what_the_host_means_by_it(host: Host, client: Client, what: str) -> None:
+    kind, changes, field, value = MEANT[what]
+    getattr(host, kind)(REPOSITORY, 1, **changes)
 
-    assert look(client).reason is None
-
-
-def test_days_are_utc(host: Host, client: Client) -> None:
-    host.pull(REPOSITORY, 1, **github_host.merged("2026-07-30"), created_at="2025-08-21T20:12:59-07:00")
-
-    assert look(client, answer()).created == date(2025, 8, 22)
+    assert getattr(look(client, answer()), field) == value
 
 
 def test_a_thread_that_moved_says_where_it_is_now(host: Host, client: Client) -> None:
@@ -112,12 +105,6 @@ def test_a_thread_that_moved_says_where_it_is_now(host: Host, client: Client) ->
 
     assert found.key == ("o/r", 1)
     assert found.moved_to == "other/home#5"
-
-
-def test_a_name_in_other_letters_is_no_move(host: Host, client: Client) -> None:
-    host.issue(REPOSITORY, 1, html_url="https://github.com/O/R/issues/1")
-
-    assert look(client).moved_to is None
 
 
 def test_what_is_gone_is_gone_after_both_questions(host: Host, client: Client) -> None:

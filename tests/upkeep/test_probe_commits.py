@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from places import ROOT
+from repositories import commit_all, git
 from trees import STAND_INS
 
 PART = "hopper-flce-dispatch megatron.core.fusions.fused_linear_cross_entropy"
@@ -22,27 +23,19 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a repository whose main had another module ten days ago, with the head of one pull request."""
     folder = tmp_path_factory.mktemp("upstream")
 
-    def git(*words: str, day: int = 20) -> None:
-        date = f"2026-08-{day}T12:00:00+00:00"
-        who = {f"GIT_{role}_{what}": "a@b.example" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-        dates = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
-        subprocess.run(["git", "-C", folder, *words], check=True, capture_output=True, env={**who, **dates})
-
     def commit(day: int) -> None:
-        git("add", "--all")
-        git("commit", "--message", "a commit", day=day)
+        commit_all(folder, date=f"2026-08-{day}T12:00:00+00:00")
 
-    git("init", "--initial-branch", "main")
     shutil.copytree(STAND_INS["dev-linear-cross-entropy"], folder, dirs_exist_ok=True)
     text = (folder / ENTRY).read_text()
     (folder / ENTRY).write_text(text.replace("accu,", "lse,"))
     commit(day=10)
     (folder / ENTRY).write_text(text)
     commit(day=20)
-    git("checkout", "--detach")
+    git(folder, "checkout", "--quiet", "--detach")
     shutil.copytree(STAND_INS["pr3345-linear-cross-entropy"], folder, dirs_exist_ok=True)
     commit(day=21)
-    git("update-ref", "refs/pull/3345/head", "HEAD")
+    git(folder, "update-ref", "refs/pull/3345/head", "HEAD")
     return folder
 
 

@@ -16,7 +16,7 @@ from github_host import NOT_FOUND, Host, Reply, release
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import Upstream
-from made_up_packs import write_waiting_pack
+from made_up_packs import Packs, thread
 from places import ROOT
 from thread_answers import DAY, answer, answers, merged
 
@@ -146,7 +146,7 @@ def scene(
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     packs = tmp_path / "packs"
-    write_waiting_pack(packs, "05-another", 2)
+    Packs(packs).write(5, reproducer=None, more=thread(2, "o/r"))
     known = [answer(number=1, declared="open"), answer(number=2, declared="open", kind="issue", base=None)]
     threads.write(packs, known)
     with github_host.running() as host:
@@ -218,7 +218,7 @@ def test_an_issue_that_was_completed_puts_its_pack_up(
     scene: Scene, capsys: pytest.CaptureFixture[str], step: str
 ) -> None:
     if step.startswith("repro"):
-        (scene.packs / "05-another" / "reproduce.py").touch()
+        (scene.packs / "05-double" / "reproduce.py").touch()
     scene.host.issue("o/r", 2, state="closed", state_reason="completed", closed_at="2026-09-01T00:00:00Z")
 
     assert scene.run() == 1

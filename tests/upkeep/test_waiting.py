@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from made_up import Upstream
-from made_up_packs import write_waiting_pack
+from made_up_packs import Packs, thread
 from places import ROOT
 
 from megacpp_overlays.loader import registry
@@ -16,14 +16,14 @@ from megacpp_overlays.upkeep.sweep import waiting
 
 
 def test_threads_of_overlays_and_packs_are_listed_once_with_all_that_wait(upstream: Upstream, tmp_path: Path) -> None:
-    packs = tmp_path / "packs"
-    write_waiting_pack(packs, "05-another", 1)
-    write_waiting_pack(packs, "06-alone", 2)
-    (packs / "07-without-a-file").mkdir()
+    packs = Packs(tmp_path / "packs")
+    for number, waits_on in ((5, 1), (6, 2)):
+        packs.write(number, more=thread(waits_on, "o/r"))
+    (packs.folder / "07-without-a-file").mkdir()
     one = upstream.overlay(threads=(Thread("o/r", 1, "open draft"),))
     two = upstream.overlay(id="other-fix", pack=4, threads=(Thread("o/r", 1, "open"), Thread("a/a", 9, "closed")))
 
-    found = waiting.listed([one, two], packs)
+    found = waiting.listed([one, two], packs.folder)
 
     assert [(str(each), each.waiters()) for each in found] == [
         ("a/a#9", "other-fix"),
@@ -31,7 +31,7 @@ def test_threads_of_overlays_and_packs_are_listed_once_with_all_that_wait(upstre
         ("o/r#2", "pack 06"),
     ]
     assert [each.state for each in found[1].declared] == ["open draft", "open", "open"]
-    assert found[1].declared[2].where == "packs/05-another/pack.toml"
+    assert found[1].declared[2].where == "packs/05-double/pack.toml"
 
 
 def test_the_parts_of_an_overlay_wait_as_one(upstream: Upstream, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_parts_of_an_overlay_wait_as_one(upstream: Upstream, tmp_path: Path)
 
 
 def test_a_pack_whose_overlay_names_the_thread_does_not_wait_beside_it(upstream: Upstream, tmp_path: Path) -> None:
-    write_waiting_pack(tmp_path, "99-made-up", 1)
+    Packs(tmp_path).write(more=thread(1, "o/r"))
     overlay = upstream.overlay(threads=(Thread("o/r", 1, "open"),))
 
     (found,) = waiting.listed([overlay], tmp_path)
@@ -55,9 +55,9 @@ def test_a_pack_whose_overlay_names_the_thread_does_not_wait_beside_it(upstream:
 
 
 def test_a_pack_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    write_waiting_pack(tmp_path, "05-another", 0)
+    Packs(tmp_path).write(5, more=thread(0, "o/r"))
 
-    with pytest.raises(PackError, match=r"05-another/pack\.toml"):
+    with pytest.raises(PackError, match=r"05-double/pack\.toml"):
         waiting.listed([], tmp_path)
 
 
