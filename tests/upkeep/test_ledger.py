@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,18 +36,6 @@ def test_an_entry_says_all_that_a_retirement_needs(upstream: Upstream) -> None:
         "No overlay has been retired yet.",
     ):
         assert words in text
-
-
-@pytest.mark.parametrize(
-    "edit", [str.upper, lambda text: text.replace("99", "98"), lambda _: ""], ids=["case", "pack", "empty"]
-)
-def test_an_edited_or_missing_ledger_is_out_of_step(
-    upstream: Upstream, tmp_path: Path, edit: Callable[[str], str]
-) -> None:
-    path = tmp_path / "RETIREMENT.md"
-    path.write_text(edit(render([upstream.overlay()], None)))
-
-    assert difference([upstream.overlay()], path)
 
 
 def test_a_missing_ledger_is_an_error_and_not_a_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -400,7 +400,6 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environme
         "broken": (BROKEN_TEXT, "1.0"),
         "broken-still": (BROKEN_TEXT, "1.1"),
         "fixed": (FIXED_TEXT, "2.0"),
-        "unknown": (BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"), "3.0"),
         "gone": ("def other():\n    pass\n", "4.0"),
         "gone-still": ("def other():\n    pass\n", "4.1"),
         "looks": (LOOKS_REPAIRED_TEXT, "3.1"),
@@ -445,35 +444,14 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("after", "code", "row", "says"),
-    [
-        ("broken-still", 0, "made_target 1.0 -> 1.1 BROKEN BROKEN keep", "FIX_VALIDATED double: double(1) = 2"),
-        pytest.param(
-            *("fixed", 1, "made_target 1.0 -> 2.0 BROKEN FIXED retire"),
-            "BUG_NOT_PRESENT double: double(1) = 2",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("unknown", 1, "made_target 1.0 -> 3.0 BROKEN UNRECOGNISED conflict"),
-            "conflict: shape unknown: made_target",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("gone", 1, "made_target 1.0 -> 4.0 BROKEN ABSENT conflict"),
-            "its target was BROKEN and is gone: no double",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
 def test_an_upgrade_is_a_row_with_its_evidence_and_an_exit_code(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str], after: str, code: int, row: str, says: str
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("broken", after) == code
+    assert run("broken", "broken-still") == 0
 
     said = capsys.readouterr()
-    assert f"double-fix 99 {row}" in one_line(said.out)
-    assert says in one_line(said.out)
+    assert "double-fix 99 made_target 1.0 -> 1.1 BROKEN BROKEN keep" in one_line(said.out)
+    assert "FIX_VALIDATED double: double(1) = 2" in one_line(said.out)
     assert "made-target" in said.out.partition("overlay")[0]  # what the upgrade changes comes first
     assert "delete when: upstream doubles without adding one" in said.out
     assert "99-double: case double (overlay double-fix, cpu)" in said.err  # progress is no part of the answer
@@ -652,13 +630,6 @@ def test_a_case_for_a_gpu_without_one_or_a_receipt_is_no_evidence(
 def test_wrong_usage_exits_2(run: Callable[..., int], more: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run("broken", "fixed", *more)
-
-    assert caught.value.code == 2
-
-
-def test_two_locks_are_required() -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["triage", "--from", "a.txt"])
 
     assert caught.value.code == 2
 
@@ -902,10 +873,17 @@ def test_a_release_that_cannot_be_compared_is_named(
     assert says in one_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("words", [["--from", "a.txt", "--to", "liger-kernel==1"], ["--to", "a.txt"]])
-def test_locks_and_releases_are_not_mixed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--from", "a.txt", "--to", "liger-kernel==1"], "NAME==VERSION"),
+        (["--to", "a.txt"], "NAME==VERSION"),
+        (["--from", "a.txt"], "the following arguments are required: --to"),
+    ],
+)
+def test_two_locks_are_named_or_releases_alone(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["triage", *words])
 
     assert ended.value.code == 2
-    assert "NAME==VERSION" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
