@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import HANG_S, ROOT
+from benchmark_runs import run_quickly
+from places import ROOT
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SHAPE = {"tokens": 8192, "hidden": 4096, "vocabulary": 131072}
@@ -420,22 +420,11 @@ def test_a_race_that_is_over_is_kept_whatever_becomes_of_the_next_one(
 def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not in this environment")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        BENCHMARKS / "linear_cross_entropy" / "run.py",
-        "--quick",
-        "--device",
-        "cpu",
-    ]
-    command += ["--shape", "8x32x48", "--peers", "torch", "verl", "--peers-at", tmp_path]
-    command += ["--json", tmp_path / "found.json", "--plot", tmp_path / "plot.svg"]
-    env = {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
+    words = ["--shape", "8x32x48", "--peers", "torch", "verl", "--peers-at", str(tmp_path)]
 
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^\| \*\*ours\*\* \| right \|", done.stdout, re.MULTILINE)
+    run_quickly(BENCHMARKS / "linear_cross_entropy", tmp_path, *words, "--plot", str(tmp_path / "plot.svg"))
+
+    assert re.search(r"^\| \*\*ours\*\* \| right \|", (tmp_path / "page.md").read_text(), re.MULTILINE)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["none"][0]["rows"]["ours"]["warm"]["ms"] > 0
     assert [each["labelled"] for each in found["labelled"]] == [4, 2, 1, 8]

@@ -30,21 +30,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(archive) as opened:
         opened.extractall(folder, filter="data")
     source = folder / "liger_kernel-0.8.5" / "src"
-    command = [
-        str(PROOF),
-        "-W",
-        "ignore",
-        str(FOLDER / "run.py"),
-        "--device",
-        "cpu",
-        "--quick",
-        "--ways",
-        LIGER,
-        OVERLAY,
-    ]
     outputs = [word for name in ("json", "write", "plot") for word in (f"--{name}", str(folder / name))]
+    words = ["--device", "cpu", "--quick", "--ways", LIGER, OVERLAY, *outputs]
     done = subprocess.run(
-        [*command, *outputs],
+        [PROOF, "-W", "ignore", FOLDER / "run.py", *words],
         env={**os.environ, "PYTHONPATH": str(source)},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Whether processes run, for tests of what ends them."""
+"""Processes that run or have ended, for tests of what ends them."""
 
 from __future__ import annotations
 

@@ -425,6 +425,17 @@ def test_after_one_run_offline_gives_the_same_table_and_asks_nobody(index: Index
     assert (code, out, index.asked) == (0, before, [])
 
 
+def test_without_an_answer_the_cache_is_used_and_that_is_said(index: Index, run: Run) -> None:
+    publish_history(index)
+    _, before, _ = run()
+    index.status = 503
+
+    code, out, err = run()
+
+    assert (code, out) == (0, before)
+    assert "the configured index answers with an error (HTTP 503)" in err
+
+
 def test_offline_a_release_that_is_not_in_the_cache_says_so(index: Index, run: Run, tmp_path: Path) -> None:
     publish_history(index)
     run()
