@@ -127,6 +127,13 @@ def observe(module: ModuleType) -> Observation:
     """
     import torch
 
+    with torch.inference_mode(False), torch.enable_grad():
+        return _observed(module)
+
+
+def _observed(module: ModuleType) -> Observation:
+    import torch
+
     def linear(wide: int, narrow: int) -> Any:
         layer = torch.nn.Identity()  # a linear layer would draw from the random numbers of the process
         layer.weight = torch.nn.Parameter(torch.ones(narrow, wide, dtype=torch.float32, device="cpu"))
@@ -162,7 +169,7 @@ def observe(module: ModuleType) -> Observation:
         "kv_layernorm": torch.nn.Identity(),
     }.items():
         setattr(attention, name, value)
-    with torch.enable_grad(), _RanksAreKnown(module):
+    with _RanksAreKnown(module):
         _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, dtype=torch.float32, device="cpu"))
         group.ranks, group.asked = 1, 0
         (weight,) = gradients(key[..., config.qk_head_dim :].sum(), attention.linear_kv_down_proj.weight)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import assert_self_test, placed, stock
+from placed_seams import assert_witness_and_self_test, placed, stock
 from places import SUPPORT
 from releases import newest, weekly
 from shared_keys import ALONE, FOUR, RIGHT
@@ -94,8 +94,8 @@ def test_the_ways_are_those_that_a_release_can_go(measured: tuple[str, Any]) -> 
 module = stock(TARGET.module)
 
 
-def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> None:
-    assert_self_test(OVERLAY, module, BEHIND)
+def test_witness_and_self_test_see_the_defect_and_its_absence(module: ModuleType) -> None:
+    assert_witness_and_self_test(OVERLAY, module, BEHIND)
 
 
 class Group:
