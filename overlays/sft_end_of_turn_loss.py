@@ -19,7 +19,7 @@ from megacpp_overlays.runtime.bare_instances import bare
 _PADDED = ("tokens", "labels")
 
 
-class _View:
+class _Substitute:
     """Another object, of which some attributes are replaced."""
 
     def __init__(self, other: Any, **replaced: Any) -> None:
@@ -35,7 +35,7 @@ def _make(original: Callable[..., dict[str, Any]], _module: ModuleType) -> Calla
         pad, kept = tokenizer.pad, getattr(self, feature.KEPT, None)
         if kept is None or kept == pad:
             return original(self, idx)
-        told_apart = _View(self, config=_View(self.config, tokenizer=_View(tokenizer, pad=kept)))
+        told_apart = _Substitute(self, config=_Substitute(self.config, tokenizer=_Substitute(tokenizer, pad=kept)))
         sample = original(told_apart, idx)
         for name in _PADDED:
             sample[name][sample[name] == kept] = pad

@@ -220,7 +220,12 @@ FEATURES: tuple[Feature, ...] = (
         arguments=(*_FSDP, _IS_MEGATRON_LM),
         classes=("MegatronFSDP",),
     ),
-    _switch("torch_fsdp2", "Torch FSDP2", "use_torch_fsdp2"),
+    Feature(
+        "torch_fsdp2",
+        "Torch FSDP2",
+        arguments=(Sign("use_torch_fsdp2", Criterion.TRUE, default=(False,)), _IS_MEGATRON_LM),
+        classes=("TorchFullyShardedDataParallel",),
+    ),
     Feature(
         "recompute",
         "recomputation",

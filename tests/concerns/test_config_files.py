@@ -162,7 +162,8 @@ def test_arguments_without_a_launcher_decide_what_no_launcher_changes(
     found = answers(text, name)
 
     assert found["yes"] == {"half", "experts", "tensor_parallel", "rope_fusion"}
-    assert found["undecided"] == {"packed", "hybrid", "mamba", "mamba_mixer", "mamba3", "megatron_fsdp", "liger_loss"}
+    of_a_launcher = {"hybrid", "mamba", "mamba_mixer", "mamba3", "megatron_fsdp", "torch_fsdp2", "conversations"}
+    assert found["undecided"] == {"packed", "liger_loss", *of_a_launcher}
 
 
 YAML = """

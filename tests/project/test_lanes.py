@@ -106,7 +106,7 @@ EXPECTED = {
     "dcp-fresh-optimizer-state": (TORCH, ("active",) * 6),
     "loss-parallel-log-softmax": (TORCH, ("active",) * 6),
     "mix-order-reduction-views": (TORCH, (*("active",) * 5, "retired")),
-    "trainer-moe-aux-loss": (TRANSFORMERS, (*("absent",) * 4, "disabled", "disabled")),
+    "trainer-moe-aux-loss": (TRANSFORMERS, ("disabled",) * 6),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""

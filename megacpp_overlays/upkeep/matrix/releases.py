@@ -19,9 +19,9 @@ _MINOR = 12
 to be the same choice on every machine."""
 
 
-_OLDEST = {"triton": Version("3.3.1"), "torch": Version("2.11.0"), "transformers": Version("5.0.0")}
+_OLDEST = {"triton": Version("3.3.1"), "torch": Version("2.11.0"), "transformers": Version("5.23.0")}
 """Of distributions whose archives are large, the oldest release that is read: of triton the last one before the defect of
-pack 43, of torch the one that the lanes have, of transformers the first of its major version."""
+pack 43, of torch and transformers the one that the lanes have."""
 SMALL_BUILDS = {"torch": ("macosx_14_0_arm64", "macosx_11_0_arm64")}
 """Of distributions whose wheels for Linux have half a gigabyte of kernels, the platforms whose wheels are read: their Python files are
 the same but for `version.py` and a few that only builds for CUDA have."""
