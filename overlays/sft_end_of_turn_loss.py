@@ -1,9 +1,9 @@
 """Let fine-tuning on conversations learn ends of turns where a tokenizer pads with its end-of-text token.
 
 Upstream pads a sample with the tokenizer's padding token, and then masks each label that is this token. A tokenizer without a padding token pads with its end-of-text token, so models do not
-learn to end a turn. The dataset's base class has told both apart, and keeps a number that is no token for such a tokenizer.
+learn to end a turn. The base class of the dataset detects the collision and keeps a sentinel that is no token, which the method does not read.
 
-Upstream's method runs with that number for the padding token, and padding becomes the tokenizer's afterwards. Where a configuration says `allow_ambiguous_pad_tokens`, and where padding is a token of its own, all is upstream's.
+Upstream's method runs with the sentinel for the padding token, and padding becomes the tokenizer's token afterwards. Where a configuration says `allow_ambiguous_pad_tokens`, and where padding is a token of its own, all is upstream's.
 """
 
 from __future__ import annotations
@@ -15,18 +15,9 @@ from typing import Any
 from megacpp_overlays.feature_probes import sft_end_of_turn_loss as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement
 from megacpp_overlays.runtime.bare_instances import bare
+from megacpp_overlays.runtime.in_this_thread import Instead
 
 _PADDED = ("tokens", "labels")
-
-
-class _Substitute:
-    """Another object, of which some attributes are replaced."""
-
-    def __init__(self, other: Any, **replaced: Any) -> None:
-        self._other, self._replaced = other, replaced
-
-    def __getattr__(self, name: str) -> Any:
-        return self._replaced[name] if name in self._replaced else getattr(self._other, name)
 
 
 def _make(original: Callable[..., dict[str, Any]], _module: ModuleType) -> Callable[..., dict[str, Any]]:
@@ -35,7 +26,7 @@ def _make(original: Callable[..., dict[str, Any]], _module: ModuleType) -> Calla
         pad, kept = tokenizer.pad, getattr(self, feature.KEPT, None)
         if kept is None or kept == pad:
             return original(self, idx)
-        told_apart = _Substitute(self, config=_Substitute(self.config, tokenizer=_Substitute(tokenizer, pad=kept)))
+        told_apart = Instead(self, config=Instead(self.config, tokenizer=Instead(tokenizer, pad=kept)))
         sample = original(told_apart, idx)
         for name in _PADDED:
             sample[name][sample[name] == kept] = pad
@@ -100,7 +91,7 @@ OVERLAY = Overlay(
     breaks="with --sft and a tokenizer that pads with its end-of-text token ends of turns have no loss, so models do not learn to end an answer",
     retire_when="SFTDataset masks padding by its place, or by a number that is no token",
     brief="the loss of ends of turns in SFT",
-    until="padding is told from ends of turns",
+    until="padding is masked by its place",
     threads=(),
     last_validated="2026-11-29, x86-64 without GPU, torch 2.11.0: megatron-core 0.18.2 and 0.19.2, main d98e8a64dd and dev d48bd6be0a; 0.17.0 to 0.19.2 read",
 )

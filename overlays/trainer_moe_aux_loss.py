@@ -85,14 +85,14 @@ def _loss_of_one(**_: Any) -> dict[str, Any]:
     return {"loss": torch.ones((), device="cpu")}
 
 
-_EXPERIENCES = ((1, 1, 1.0), (4, 1, 0.25), (1, 2, 1.0), (4, 2, 0.25))
+_STEPS = ((1, 1, 1.0), (4, 1, 0.25), (1, 2, 1.0), (4, 2, 0.25))
 """Microbatches, data parallel ranks, and the right gradient of a balancing loss on one of them."""
 
 
 def observe(module: ModuleType) -> Observation:
     """Ask for the loss of a model over microbatches and ranks, and take its gradients by a loss of tokens and by a balancing loss."""
     seen, broken = [], False
-    for microbatches, ranks, right in _EXPERIENCES:
+    for microbatches, ranks, right in _STEPS:
         tokens, balancing = _gradients(module, microbatches, ranks)
         broken |= abs(balancing - right) > right / 10 or abs(tokens - ranks) > ranks / 10
         seen.append(f"{microbatches} microbatches on {ranks} ranks {balancing:g}, {right:g} is right")

@@ -2,7 +2,7 @@
 
 from megacpp_overlays.repro.case import Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.repro.cpu_for_gpu import cpu_for_gpu
-from megacpp_overlays.repro.fsdp import compared, fsdp_on_cpu, fully_shard_module, step_beside
+from megacpp_overlays.repro.fsdp import compared, fsdp_on_cpu, fully_shard_module, meshes_on_cpu, step_beside
 from megacpp_overlays.repro.neighbour import Neighbour, beside
 from megacpp_overlays.repro.worlds import on_ranks
 
@@ -17,6 +17,7 @@ __all__ = [
     "cpu_for_gpu",
     "fsdp_on_cpu",
     "fully_shard_module",
+    "meshes_on_cpu",
     "on_ranks",
     "step_beside",
 ]

@@ -57,6 +57,21 @@ def fsdp_on_cpu() -> None:
     gc.freeze()  # Megatron-FSDP collects garbage often, which would go through all that the fork has inherited
 
 
+def meshes_on_cpu(module: Any) -> None:
+    """Let device meshes that a module makes from process groups be of the CPU, in this process, which is a fork."""
+    from torch.distributed import DeviceMesh
+
+    class MeshOnCpu(DeviceMesh):  # type: ignore[misc] # torch is not seen by the type checker
+        """A mesh of the CPU, whatever device is named."""
+
+        @staticmethod
+        def from_group(group: Any, device_type: str, **given: Any) -> Any:
+            del device_type
+            return DeviceMesh.from_group(group, "cpu", **given)
+
+    vars(module)["DeviceMesh"] = MeshOnCpu
+
+
 def step_beside(model: Any, plain: Any, optimizer: Any, *, rank: int, microbatches: int) -> None:
     """Run microbatches of this rank through a `MegatronFSDP` and through the same model without it, and step the optimizer of the former.
 

@@ -23,7 +23,7 @@ def answer(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[...
 
 
 class Instead:
-    """A module with some of its names replaced, for whoever holds this object."""
+    """A view of a module or another object, some of whose attributes are replaced."""
 
     def __init__(self, module: Any, **replaced: Any) -> None:
         self._module = module

@@ -19,6 +19,8 @@ from megacpp_overlays.source.trees import SourceTree, readable
 FILE = knowledge.PUBLISHED
 _DEPTHS = {"torch": 3}
 """Of distributions with thousands of files, some of which only builds for some GPUs have: how many names the packages that are digested have at most."""
+_MODULES = {"transformers"}
+"""Distributions of thousands of models, of which a loaded process is compared in the modules of targets alone."""
 
 
 def package_of(target: Target) -> str:
@@ -31,7 +33,9 @@ def package_of(target: Target) -> str:
 
 
 def surroundings_of(target: Target) -> str:
-    """Return the package around a target that is compared with what is loaded: the first name, or `package_of` where that is thousands of files."""
+    """Return the package around a target that is compared with what is loaded: the first name, or less where that is thousands of files."""
+    if target.distribution in _MODULES:
+        return target.module
     return package_of(target) if target.distribution in _DEPTHS else target.module.partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""What the Trainer of transformers does right without the overlay: models without experts or without their balancing loss, one microbatch, losses of callers, evaluation."""
+"""The Trainer of transformers where it is right without the overlay: models without experts or without their balancing loss, one microbatch, losses of callers, evaluation."""
 
 from __future__ import annotations
 

@@ -12,9 +12,18 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, fsdp_on_cpu, fully_shard_module, on_ranks
+from megacpp_overlays.repro import (
+    Behaviour,
+    Case,
+    TargetAbsent,
+    fsdp_on_cpu,
+    fully_shard_module,
+    meshes_on_cpu,
+    on_ranks,
+)
 
 OVERLAY = "fsdp-decoupled-grad-sums"
+ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 RANKS, HIDDEN, TOKENS = 2, 8, 4
 DECOUPLED = "megatron_fsdp_use_decoupled_grad"
 TOLERANCE = 1e-5
@@ -68,9 +77,6 @@ def learned(
     return on_ranks(RANKS, functools.partial(_learned, tensor_parallel, decoupled, sharded, sequence_parallel, qk_layernorm, frozen))
 
 
-ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-
-
 def _distributed() -> Any:
     return importlib.import_module("megatron.core.distributed")
 
@@ -82,8 +88,7 @@ def _learned(
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    fsdp_on_cpu()
-    _meshes_on_cpu()
+    adapter = _adapter_on_cpu()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     config = TransformerConfig(
         num_layers=1,
@@ -95,7 +100,7 @@ def _learned(
         qk_layernorm=qk_layernorm,
     )
     plain, copied = (_layers(sequence_parallel, frozen) for _ in range(2))
-    model = importlib.import_module(ADAPTER).FullyShardedDataParallel(
+    model = adapter.FullyShardedDataParallel(
         config,
         _distributed().DistributedDataParallelConfig(
             use_megatron_fsdp=True,
@@ -120,26 +125,21 @@ def _learned(
     return {"norm": norm, "linear": linear, "right norm": torch.zeros(()) if frozen else _sum(plain.q_layernorm.weight.grad)}
 
 
-def _meshes_on_cpu() -> None:
-    """Let Megatron-FSDP's meshes take the CPU for the GPU of this process, which is a fork."""
+def _adapter_on_cpu() -> Any:
+    """Return the module of Megatron's adapter with the CPU for the GPU of this process, which is a fork, and a mesh of ranks that takes no einops."""
     import torch
-    from torch.distributed import DeviceMesh
-
-    class OnCpu(DeviceMesh):  # type: ignore[misc]
-        """A mesh of one device."""
-
-        @staticmethod
-        def from_group(group: Any, **given: Any) -> Any:
-            return DeviceMesh.from_group(group, **given | {"device_type": "cpu"})
 
     def ranks(data: Any, tensor: Any, *_: Any, **__: Any) -> Any:
-        return torch.arange(RANKS).view(data.size(), tensor.size())  # as upstream's, without einops
+        return torch.arange(RANKS).view(data.size(), tensor.size())
 
+    fsdp_on_cpu()
     adapter = importlib.import_module(ADAPTER)
     inner = importlib.import_module(f"{ADAPTER.rpartition('.')[0]}.src.megatron_fsdp.megatron_fsdp")
     torch.cuda.get_rng_state = lambda *_: torch.zeros(0)  # the first tensor parallel rank hands its own on
     torch.cuda.set_rng_state = lambda *_: None
-    vars(adapter).update(torch=vars(inner)["torch"], DeviceMesh=OnCpu, _get_dp_tp_mesh=ranks)
+    vars(adapter).update(torch=vars(inner)["torch"], _get_dp_tp_mesh=ranks)
+    meshes_on_cpu(adapter)
+    return adapter
 
 
 def _layers(sequence_parallel: bool, frozen: bool) -> Any:

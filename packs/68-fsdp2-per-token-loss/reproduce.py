@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, cpu_for_gpu, on_ranks
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, cpu_for_gpu, meshes_on_cpu, on_ranks
 
 OVERLAY = "fsdp2-per-token-loss"
 MODULE = "megatron.core.distributed.torch_fully_sharded_data_parallel"
@@ -65,7 +65,7 @@ def _learned(fsdp2: bool, per_token: bool, frozen: bool, rank: int) -> Mapping[s
     from megatron.core import distributed, parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    _mesh_on_cpu()
+    meshes_on_cpu(importlib.import_module(MODULE))
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.current_stream = lambda: SimpleNamespace(wait_stream=lambda _: None)
     parallel_state.initialize_model_parallel()
@@ -111,20 +111,6 @@ def _whole(parameter: Any) -> Any:
     gradient = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if gradient is None else gradient
     return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach().flatten().clone()
-
-
-def _mesh_on_cpu() -> None:
-    """Let Torch FSDP2 take the CPU for the GPU of this process, which is a fork."""
-    from torch.distributed import DeviceMesh
-
-    class OnCpu:
-        """A mesh of one device."""
-
-        @staticmethod
-        def from_group(group: Any, _device: str) -> Any:
-            return DeviceMesh.from_group(group, "cpu")
-
-    vars(importlib.import_module(MODULE))["DeviceMesh"] = OnCpu
 
 
 CASES = (Case(name="sums-cpu", overlay=OVERLAY, device="cpu", versions=("torch",), run=_run),)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_runs import run_quickly
-from places import HANG_S, ROOT
+from benchmark_runs import page_without_torch, run_quickly
+from places import ROOT
 
 pytestmark = [pytest.mark.upstream, pytest.mark.full]
 
@@ -45,7 +43,4 @@ def test_two_ranks_learn_what_one_does(found: dict[str, Any]) -> None:
 
 
 def test_the_page_is_made_again_from_the_numbers_without_torch(written: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-S", FOLDER / "page.py", written / "found.json", "--write", tmp_path / "page.md"]
-    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
-
-    assert (tmp_path / "page.md").read_text() == (written / "page.md").read_text()
+    assert page_without_torch(FOLDER, written, tmp_path / "page.md") == (written / "page.md").read_text()

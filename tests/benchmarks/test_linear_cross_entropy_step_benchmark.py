@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_runs import run_quickly
-from places import HANG_S, ROOT
+from benchmark_runs import page_without_torch, run_quickly
+from places import ROOT
 
 pytestmark = [pytest.mark.upstream, pytest.mark.full]
 
@@ -53,18 +51,9 @@ def test_a_step_is_timed_in_three_stages_beside_its_loss_alone(written: tuple[di
 def test_the_page_is_made_again_from_the_numbers_without_torch(
     written: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    again = tmp_path / "again.md"
-    command = [
-        sys.executable,
-        "-S",
-        str(FOLDER / "page.py"),
-        str(written[1].with_name("found.json")),
-        "--write",
-        str(again),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
+    again = page_without_torch(FOLDER, written[1].parent, tmp_path / "again.md")
 
-    assert again.read_text() == written[1].read_text()
-    rows = [line for line in again.read_text().splitlines() if line.startswith("| kernel, keep |")]
+    assert again == written[1].read_text()
+    rows = [line for line in again.splitlines() if line.startswith("| kernel, keep |")]
     assert rows[0].endswith("| >= 3 |")
     assert rows[1].endswith("| right |")

@@ -130,7 +130,6 @@ VERSIONS = {
     ("edge", TRITON): "3.9.0",
     **{(lane, TORCH): "2.11.0" for lane in ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned")},
     ("edge", TORCH): "2.15.0",
-    **{(lane, TRANSFORMERS): "5.23.0" for lane in ("mamba3-pinned", "edge")},
 }
 
 

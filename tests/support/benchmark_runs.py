@@ -1,4 +1,4 @@
-"""A benchmark that is run on a CPU at tiny sizes, and the folder of what it wrote."""
+"""A benchmark that is run on a CPU at tiny sizes, the folder of what it wrote, and its page once more."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ def run_quickly(benchmark: Path, folder: Path, *words: str) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def page_without_torch(benchmark: Path, folder: Path, again: Path) -> str:
+    """Return the page that the numbers of a run make in a Python without installed packages.
+
+    Args:
+        benchmark: its folder in `benchmarks`.
+        folder: of a run, with found.json.
+        again: the page to write.
+    """
+    command = [sys.executable, "-S", benchmark / "page.py", folder / "found.json", "--write", again]
+    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
+    return again.read_text()

@@ -24,7 +24,6 @@ from typing import Any
 from megacpp_overlays.errors import OverlayError, UpkeepError
 from megacpp_overlays.loader import seams, session
 from megacpp_overlays.loader.import_hooks import is_a_shell, is_half_imported
-from megacpp_overlays.model import Target
 from megacpp_overlays.runtime import seam_marks
 from megacpp_overlays.runtime.seam_marks import Mark
 from megacpp_overlays.source import published, trees
@@ -73,7 +72,7 @@ def replaced(packages: Collection[str] | None = None) -> tuple[Substitution, ...
 def look(packages: Collection[str] | None = None) -> ProcessDrift:
     """Compare every loaded module of some packages with the package that owns it; see `replaced`."""
     if packages is None:
-        packages = {_compared(overlay.target) for overlay in session.current().overlays}
+        packages = {published.surroundings_of(overlay.target) for overlay in session.current().overlays}
     found: list[Substitution] = []
     unchecked: list[str] = []
     outlines, count = Outlines(), 0
@@ -97,11 +96,6 @@ def look(packages: Collection[str] | None = None) -> ProcessDrift:
         count += outline is not None
         found += changed
     return ProcessDrift(modules=count, replaced=tuple(found), unchecked=tuple(unchecked))
-
-
-def _compared(target: Target) -> str:
-    """Return the package around a target, or its module alone where the package is thousands of models."""
-    return target.module if target.distribution == "transformers" else published.surroundings_of(target)
 
 
 def bring_in(names: Collection[str]) -> None:
