@@ -117,6 +117,7 @@ _GRAPHS = (
     Sign("enable_cuda_graph", Criterion.TRUE, default=(False,)),
 )
 _FSDP = tuple(Sign(key, Criterion.TRUE, default=(False,), of=_DDP) for key in ("use_megatron_fsdp", "use_custom_fsdp"))
+_MUON = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 _RECIPES = ("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
 
 FEATURES: tuple[Feature, ...] = (
@@ -212,6 +213,13 @@ FEATURES: tuple[Feature, ...] = (
         config=(Sign("use_layer_wise_distributed_optimizer", Criterion.TRUE, of=_OPTIMIZER),),
         arguments=(Sign("optimizer", Criterion.ONE_OF, on=("dist_muon",), off=("adam", "sgd"), default=("adam",)),),
         classes=("LayerWiseDistributedOptimizer",),
+    ),
+    Feature(
+        "muon",
+        "Muon",
+        config=(Sign("optimizer", Criterion.ONE_OF, on=_MUON, off=("adam", "sgd"), of=_OPTIMIZER),),
+        arguments=(Sign("optimizer", Criterion.ONE_OF, on=_MUON, off=("adam", "sgd"), default=("adam",)),),
+        classes=("TensorParallelMuon",),
     ),
     Feature(
         "megatron_fsdp",

@@ -420,5 +420,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("megatron.core.distributed.torch_fully_sharded_data_parallel",),
     ),
+    DeclarationSummary(
+        id="muon-gated-fc1",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.optimizer.emerging_optimizers",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -23,7 +23,8 @@ def cpu_for_gpu() -> Iterator[None]:
             if str(given.get("device")).startswith("cuda"):
                 given["device"] = "cpu"
             found = function(*args, **given)
-            return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type else found
+            is_name = function is torch.Tensor.type and isinstance(found, str)  # with an argument it converts
+            return found.replace("torch.", "torch.cuda.") if is_name else found
 
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     with OnCpu():

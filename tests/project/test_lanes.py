@@ -84,6 +84,7 @@ EXPECTED = {
     "mla-rope-key-gradient": (M, ("active",) * 6),
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "mtp-z-loss": (M, ("absent", *("active",) * 5)),
+    "muon-gated-fc1": (M, ("disabled",) * 6),
     "mtp-token-counts-local": (M, ("disabled",) * 6),
     "pipeline-padding-mask": (M, ("active",) * 6),
     "sparse-mla-dimensions": (M, ("absent", "absent", *("active",) * 4)),

@@ -32,6 +32,7 @@ BEYOND = {
     "dcp-fresh-optimizer-state": "no row saves by torch's distributed checkpoints",
     "mix-order-reduction-views": "no row compiles for a GPU",
     "loss-parallel-log-softmax": "no row has losses of DTensors",
+    "muon-gated-fc1": "no row trains with Muon",
     "layerwise-norm-groups": "no row has a layer-wise optimizer",
     "expert-gradient-groups": "the releases of the table are repaired",
     "expert-grad-norm": "the releases of the table are repaired",

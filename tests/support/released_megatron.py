@@ -21,6 +21,7 @@ ALL_ON = {
         "GLOBAL_AUX_LOSS_SCALE",
         "LATENT_MOE_FC2_INIT",
         "MTP_TOKEN_COUNTS_LOCAL",
+        "MUON_GATED_FC1",
         "TP_LABEL_SMOOTHING",
     )
 }
