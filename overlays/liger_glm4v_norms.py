@@ -21,7 +21,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
     def _patch_rms_norm_module(module: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(module, *args, **kwargs)
         for each in getattr(module, "modules", tuple)():  # a wrapper of PEFT has two
-            if type(each).__name__ in _NORMS and getattr(each, "in_place", False) is True:
+            names = {kind.__name__ for kind in type(each).__mro__}
+            if names & _NORMS and getattr(each, "in_place", False) is True:
                 each.in_place = False
         return found
 

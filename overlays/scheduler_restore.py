@@ -19,17 +19,25 @@ from megacpp_overlays.runtime.in_this_thread import answer
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def load_state_dict(self: Any, state_dict: Any, **more: Any) -> None:
-        found = dict(vars(self))
+        found, rates = dict(vars(self)), _rates(self)
         self.num_steps = 0
         try:
             original(self, state_dict, **more)
         except BaseException:
             vars(self).update(found)
+            if _rates(self) != rates:  # upstream has taken a step before it raised
+                self.step(increment=0)
             raise
-        finally:
-            self.step(increment=0)
+        self.step(increment=0)
 
     return load_state_dict
+
+
+def _rates(scheduler: Any) -> list[tuple[float, ...]]:
+    """Return learning rate and weight decay of each group of the optimizer."""
+    names = ("lr", "weight_decay")
+    groups = scheduler.optimizer.param_groups
+    return [tuple(float(group[name]) for name in names if name in group) for group in groups]
 
 
 def observe(module: ModuleType) -> Observation:

@@ -158,6 +158,8 @@ UNTESTED = {
     "sft-end-of-turn-loss": "newer than the kept runs",
     "fsdp2-per-token-loss": "newer than the kept runs; Megatron's tests of Torch FSDP2 ask for a GPU",
     "fsdp-decoupled-grad-sums": "newer than the kept runs; Megatron's tests of Megatron-FSDP ask for a GPU",
+    "fsdp-fused-accumulation": "newer than the kept runs; Megatron's tests of Megatron-FSDP ask for a GPU",
+    "precision-aware-reload": "newer than the kept runs; Megatron's tests of precision-aware optimizers ask for a GPU",
     "fsdp-reduced-twice": "newer than the kept runs; Megatron's tests of Megatron-FSDP ask for a GPU",
     "expert-rng-resume": "newer than the kept runs; Megatron's tests of a launcher's checkpoints ask for a GPU",
     "global-aux-loss-scale": "newer than the kept runs; Megatron's tests of routers ask for a GPU",

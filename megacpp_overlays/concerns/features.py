@@ -207,6 +207,7 @@ FEATURES: tuple[Feature, ...] = (
         classes=("DistributedOptimizer",),
     ),
     _switch("optimizer_offload", "optimizer on the CPU", "optimizer_cpu_offload", of=_OPTIMIZER),
+    _switch("precision_aware", "precision-aware optimizer", "use_precision_aware_optimizer", of=_OPTIMIZER),
     Feature(
         "layer_wise",
         "layer-wise optimizer",

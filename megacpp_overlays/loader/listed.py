@@ -426,5 +426,20 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=True,
         targets=("megatron.core.optimizer.emerging_optimizers",),
     ),
+    DeclarationSummary(
+        id="precision-aware-reload", installs=True, off_by_default=False, targets=("megatron.core.optimizer.optimizer",)
+    ),
+    DeclarationSummary(
+        id="fsdp-fused-accumulation",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",),
+    ),
+    DeclarationSummary(
+        id="liger-flce-strided-gradients",
+        installs=True,
+        off_by_default=False,
+        targets=("liger_kernel.ops.fused_linear_cross_entropy",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -80,9 +80,9 @@ def step_beside(model: Any, plain: Any, optimizer: Any, *, rank: int, microbatch
     import torch
 
     generator = torch.Generator().manual_seed(rank)
-    channels = [*plain.parameters()][-1].shape[-1]
+    last = [*plain.parameters()][-1]
     for number in range(microbatches):
-        states = torch.randn(_TOKENS, channels, generator=generator)
+        states = torch.randn(_TOKENS, last.shape[-1], generator=generator).to(last.device)
         model.is_last_microbatch = number == microbatches - 1
         for each in (model, plain):
             each(states).square().mean().backward()

@@ -32,6 +32,10 @@ class Instead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return what a replaced `__getitem__` does, as that of a Triton kernel, which launches on a grid."""
+        return vars(self).get("__getitem__", self._module.__getitem__)(key)
+
 
 def upstream_of(value: Any) -> Any:
     """Return the function or module that a witness or self-test has replaced for a while; any other value as it is."""

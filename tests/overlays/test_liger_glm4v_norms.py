@@ -102,6 +102,14 @@ def test_a_norm_of_the_model_writes_elsewhere_and_is_else_as_asked(apply: Callab
     assert (found.in_place, found.offset, found.variance_epsilon, found.casting_mode) == (False, 1.0, 1e-5, "gemma")
 
 
+def test_a_norm_that_a_user_derives_from_it_writes_elsewhere(apply: Callable[..., None]) -> None:
+    found = type("Own", (type(norm()),), {})()
+
+    apply(found)
+
+    assert found.in_place is False
+
+
 def test_both_norms_in_a_wrapper_of_peft_write_elsewhere(apply: Callable[..., None]) -> None:
     original, copy = norm(), norm()
 

@@ -109,13 +109,16 @@ def test_a_state_that_upstream_refuses_leaves_the_schedule_as_it_was(
     before, rates = dict(vars(made)), PACK.rates(made)
     saved = PACK.scheduler(PACK.SAVED).state_dict()
 
-    with pytest.raises(AssertionError, match="do not match"):
-        made.load_state_dict({**saved, refused: "other"})
     with pytest.raises(KeyError):
         made.load_state_dict({key: value for key, value in saved.items() if key != "min_lr"})
+    assert (vars(made), PACK.rates(made)) == (before, rates)
 
+    group, *_ = made.optimizer.param_groups
+    group["lr"] = 7.0  # a caller's, off the schedule
+    with pytest.raises(AssertionError, match="do not match"):
+        made.load_state_dict({**saved, refused: "other"})
     assert vars(made) == before
-    assert PACK.rates(made) == rates
+    assert group["lr"] == 7.0
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(restoring: ModuleType) -> None:

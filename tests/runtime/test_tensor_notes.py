@@ -94,7 +94,7 @@ HASHED_BY_VALUE = {"int", "torch.dtype", "torch.device", "TileWave"}
 """Types that a cached function may take: a tensor is hashed by its identity, whatever it holds."""
 BY_OPTIMIZER = "overlays/fully_reshardable_padding.py: WeakKeyDictionary"
 """Shapes of the state that an optimizer is about to load: no numbers, and no tensor is a key."""
-UPSTREAM_S_OWN = {"keep_in_fp32"}
+UPSTREAM_S_OWN = {"keep_in_fp32", "qkv_split_shapes"}
 """Attributes of parameters that Megatron itself defines."""
 
 
