@@ -39,7 +39,6 @@ from megacpp_overlays.cli import (
     sweep,
     symptom,
     triage,
-    wave,
     witness,
 )
 from megacpp_overlays.cli.codes import ExitCode
@@ -63,7 +62,6 @@ FOR_THE_LANE = (
     retire,
     receipts,
     pack,
-    wave,
     completion,
 )
 

@@ -25,7 +25,6 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  #
 EXTRA = {
     "bs4": "pypi-simple>=1.6",
     "jinja2": "jinja2>=3.1",
-    "markdown_it": "markdown-it-py>=3",
     "pypi_simple": "pypi-simple>=1.6",
     "requests": "requests>=2.28",
     "shtab": "shtab>=1.7",

@@ -2,7 +2,7 @@
 
 repository = "linkedin/Liger-Kernel"    # where it would be filed
 upstream = "fixed"                      # new, overlap, fixed or declined
-priority = "crash"                      # crash, piggyback, refactor, report or none: its place in a wave
+priority = "crash"                      # crash, piggyback, refactor, report or none: what is filed first
 files = ["src/liger_kernel/ops/x.py"]   # the files of that repository that it is about
 searched = 2026-11-20                   # optional: the day when upstream was last searched for threads and repairs
 
@@ -42,7 +42,7 @@ UPSTREAM = ("new", "overlap", "fixed", "declined")
 SETTLED = ("fixed", "declined")
 """Nothing to file."""
 PRIORITIES = ("crash", "piggyback", "refactor", "report", "none")
-"""Order within a wave: what stops a training run, what joins an open thread, what needs time of maintainers, what has
+"""Order of filing: what stops a training run, what joins an open thread, what needs time of maintainers, what has
 no repair to offer; `none` is never filed."""
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

@@ -131,10 +131,7 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
         (["audti"], "there is no command audti; did you mean audit?"),
         (["led"], "there is no command led; did you mean ledger?"),
         (["audit", "--jsn"], "audit: error: unrecognized arguments: --jsn; did you mean --json?"),
-        (
-            ["pack", "approve", "9", "--pakcs", "x"],
-            "approve: error: unrecognized arguments: --pakcs x; did you mean --packs?",
-        ),
+        (["pack", "list", "--pakcs", "x"], "list: error: unrecognized arguments: --pakcs x; did you mean --packs?"),
         (["compare", "a", "b", "c"], "compare: error: unrecognized arguments: c\n"),
     ],
 )

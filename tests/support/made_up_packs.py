@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, manifest, receipts
 from megacpp_overlays.repro.stamp import Stamp
-from megacpp_overlays.upkeep.filing import standing
-from megacpp_overlays.upkeep.filing.standing import PackStatus
+from megacpp_overlays.upkeep import pack_status
+from megacpp_overlays.upkeep.pack_status import PackStatus
 from megacpp_overlays.upkeep.sweep import threads
 
 HOST = {"machine": "x86_64", "processor": "a CPU", "cpus": 2, "system": "Linux 6.1", "python": "3.12.1", "gpu": None}
@@ -35,33 +34,12 @@ made/up, `layers.double`.
 
 ## Problem
 It adds one too many, see #1.
-
-| release | double(1) |
-|---|---|
-| 1.0 | 3 |
-
-## Solution
-Add nothing.
-
-## Changed surfaces
-One line.
-
-## Testing evidence
-`reproduce.py` says so.
-
-## Upstream state
-Nobody wrote about it.
-
-## Reproduce
-```
-megacpp-overlays repro 99
-```
 """
 
 
-def notes(kind: str = "overlay", state: str = "draft", sections: str = SECTIONS) -> str:
+def notes(kind: str, state: str) -> str:
     """Return the text of a README.md."""
-    return f"# Pack 99: doubles\n\n| | |\n|---|---|\n| Class | {kind} |\n| Lifecycle state | {state} |\n\n{sections}"
+    return f"# Pack 99: doubles\n\n| | |\n|---|---|\n| Class | {kind} |\n| Lifecycle state | {state} |\n\n{SECTIONS}"
 
 
 @dataclass(frozen=True)
@@ -113,11 +91,10 @@ class Packs:
         self.keep(number, "BUG_REPRODUCED", *(["FIX_VALIDATED"] if kind != "bug report" else []))
         return pack
 
-    def answer(self, number: int = 1, state: str = "open", repository: str = "made/up", age: int = 0) -> None:
-        """Save an answer about an upstream thread, some days old."""
+    def answer(self, number: int = 1, state: str = "open") -> None:
+        """Save an answer of today about an upstream thread."""
         fields = dict.fromkeys(threads.Answer.__dataclass_fields__)
-        checked = today() - datetime.timedelta(days=age)
-        fields |= {"repository": repository, "number": number, "state": state, "checked": checked, "source": "api"}
+        fields |= {"repository": "made/up", "number": number, "state": state, "checked": today(), "source": "api"}
         new = threads.Answer(**fields)  # type: ignore[arg-type]
         old = [each for each in threads.read(self.folder).values() if each.key != new.key]
         threads.write(self.folder, [*old, new])
@@ -126,10 +103,10 @@ class Packs:
         """Bring the manifest in step."""
         manifest.write(self.folder, manifest.synchronise(self.folder, self.overlays))
 
-    def standing(self, number: int = 99) -> PackStatus:
-        """Return where a pack stands, with a manifest that is in step."""
+    def status(self, number: int = 99) -> PackStatus:
+        """Return the status of a pack, with a manifest that is in step."""
         self.synchronise()
-        return standing.of_one(self.folder, number, self.overlays)
+        return next(each for each in pack_status.of_all(self.folder, self.overlays) if each.pack.number == number)
 
 
 def thread(number: int = 1, repository: str = "made/up", state: str = "open") -> str:
@@ -140,13 +117,3 @@ def thread(number: int = 1, repository: str = "made/up", state: str = "open") ->
 def today() -> datetime.date:
     """Return the day as the project counts days: in UTC, now and not when the tests began."""
     return datetime.datetime.now(datetime.timezone.utc).date()
-
-
-def searched(age: int = 0) -> str:
-    """Return the day of a search, some days ago, as pack.toml has it."""
-    return f"searched = {today() - datetime.timedelta(days=age)}\n"
-
-
-def lines_of(found: Sequence[object]) -> str:
-    """Return several things as one text."""
-    return "\n".join(map(str, found))

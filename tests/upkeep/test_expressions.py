@@ -12,7 +12,6 @@ from megacpp_overlays.repro import manifest
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.manifest import ManifestError
 from megacpp_overlays.repro.transcript import without_paths
-from megacpp_overlays.upkeep.filing import wording
 
 LONGEST = 20
 """Seconds of this process, not of a clock. In proportion it takes a tenth of one; otherwise minutes."""
@@ -30,17 +29,6 @@ def ends() -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     signal.signal(signal.SIGVTALRM, before)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["token_" * 4000, "eyJ-" * 40_000, 'token="' * 20_000, "token" + " " * 100_000, "a." * 40_000, "a@" * 40_000],
-    ids=lambda text: str(text[:7]),
-)
-def test_a_line_is_searched_for_what_must_not_be_published(tmp_path: Path, text: str) -> None:
-    (tmp_path / "notes.md").write_text(text)
-
-    assert wording.search([("notes.md", tmp_path / "notes.md")], wording.Words()) == []
 
 
 @pytest.mark.parametrize("text", ["\x1b]" * 80_000, "\x1b[" * 80_000], ids=["titles", "colours"])

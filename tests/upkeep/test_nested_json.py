@@ -11,7 +11,6 @@ import pytest
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.repro import manifest
 from megacpp_overlays.upkeep.drift import installations
-from megacpp_overlays.upkeep.filing import approvals
 from megacpp_overlays.upkeep.matrix import index_answers, matrix_file
 from megacpp_overlays.upkeep.sweep import threads
 from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache
@@ -23,11 +22,10 @@ NESTED = "[" * 100_000
     ("read", "name"),
     [
         (manifest.read, manifest.NAME),
-        (approvals.read, approvals.NAME),
         (matrix_file.read, matrix_file.NAME),
         (threads.read, threads.NAME),
     ],
-    ids=["manifest", "approvals", "matrix", "answers about threads"],
+    ids=["manifest", "matrix", "answers about threads"],
 )
 def test_a_file_of_a_folder_of_packs_is_refused(tmp_path: Path, read: Callable[[Path], Any], name: str) -> None:
     (tmp_path / name).write_text(NESTED)

@@ -213,7 +213,7 @@ def test_a_merge_without_a_release_is_looked_for_in_a_checkout(
     assert "--tree CHECKOUT" in out
 
 
-@pytest.mark.parametrize("step", ["repro 5", "pack check 5"])
+@pytest.mark.parametrize("step", ["repro 5", "pack list"])
 def test_an_issue_that_was_completed_puts_its_pack_up(
     scene: Scene, capsys: pytest.CaptureFixture[str], step: str
 ) -> None:

@@ -38,7 +38,7 @@ class Candidate:
     def steps(self) -> list[str]:
         """Return the commands to run next."""
         if self.overlay is None:
-            return [f"megacpp-overlays {'repro' if self.reproducer else 'pack check'} {self.pack}"]
+            return [f"megacpp-overlays repro {self.pack}" if self.reproducer else "megacpp-overlays pack list"]
         tree = "" if self.released else " --tree CHECKOUT"
         first = f"megacpp-overlays matrix {self.overlay.id}{tree}"
         return [first, "megacpp-overlays triage --from LOCK --to LOCK", "megacpp-overlays ledger --due"]

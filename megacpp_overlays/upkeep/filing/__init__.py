@@ -1,1 +1,0 @@
-"""Checks before a pack is sent upstream. Nothing here can send anything."""
