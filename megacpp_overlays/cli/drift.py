@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
@@ -24,8 +23,8 @@ not looked at:
 """
 _EXAMPLES = ("drift", "drift --distribution megatron-core", "drift --import megatron.core.models.gpt")
 _CODES = {
-    ExitCode.CLEAN: "everything is as published, or an entry of the inventory accounts for it",
-    ExitCode.FOUND: "something differs and nothing accounts for it, or a file of it cannot be read",
+    ExitCode.CLEAN: "everything is as published, but for what overlays replace",
+    ExitCode.FOUND: "something differs, or a file of it cannot be read",
 }
 
 
@@ -42,7 +41,6 @@ def add_to(commands: Subparsers) -> None:
     )
     which.add_argument("--all", action="store_true", help="look at every distribution that is installed")
     parser.add_argument("--quick", action="store_true", help="compare sizes and no hashes where RECORD has a size")
-    parser.add_argument("--packs", metavar="FOLDER", type=Path, help="the inventory, if not the one in the package")
     parser.add_argument(
         "--import",
         metavar="MODULE",
@@ -59,24 +57,20 @@ def run(arguments: argparse.Namespace) -> bool:
     """Print what drifted; return whether nothing did."""
     # The other commands do not need these.
     from megacpp_overlays.processes import startup_file  # noqa: PLC0415
-    from megacpp_overlays.repro import inventory  # noqa: PLC0415
-    from megacpp_overlays.upkeep.drift import accounts, drift, drift_report, installations, substitutions  # noqa: PLC0415
+    from megacpp_overlays.upkeep.drift import drift, drift_report, installations, substitutions  # noqa: PLC0415
 
     if arguments.modules:
         session.current().arm()  # what the launcher's plugin meets in a run
     substitutions.bring_in(arguments.modules)  # first: a launcher may change where packages are found
     overlays = session.current().overlays
-    entries = accounts.read(arguments.packs or inventory.own_folder())
     installed = installations.find_all()
     if arguments.distribution:
         names = drift.demand(arguments.distribution, installed)
     else:
-        names = drift.usual(overlays, entries)
+        names = drift.usual(overlays)
         names = tuple(sorted({*names, *installed})) if arguments.all else names
     outcome = drift_report.DriftOutcome(
-        report=drift.examine(
-            names, installed, entries, overlays, quick=arguments.quick, required=bool(arguments.distribution)
-        ),
+        report=drift.examine(names, installed, overlays, quick=arguments.quick, required=bool(arguments.distribution)),
         process=substitutions.look() if arguments.modules else None,
         startup=() if arguments.distribution else tuple(startup_file.found()),
     )

@@ -15,11 +15,6 @@ symbol = "Fragment"
 repository = "tile-ai/tilelang"
 number = 2394
 state = "closed, reported 2026-06-14"
-
-[[diffs]]                               # a local change of an installed file that this pack accounts for
-distribution = "tilelang"
-file = "tilelang/layout/fragment.py"    # as RECORD names it
-sha256 = "..."                          # of the changed file
 """
 
 from __future__ import annotations
@@ -46,18 +41,6 @@ PRIORITIES = ("crash", "piggyback", "refactor", "report", "none")
 no repair to offer; `none` is never filed."""
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diff:
-    """A local change of one installed file."""
-
-    distribution: str
-    file: str
-    """Path in the RECORD of the distribution."""
-    sha256: str
-    """Of the file with the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +55,6 @@ class PackFile:
     """Day when `upstream` was last looked into; None where nobody wrote it down."""
     targets: tuple[Target, ...] = ()
     threads: tuple[Thread, ...] = ()
-    diffs: tuple[Diff, ...] = ()
 
 
 def read(folder: Path) -> PackFile:
@@ -103,10 +85,6 @@ def read(folder: Path) -> PackFile:
         threads=tuple(
             Thread(each.text("repository", _REPOSITORY), each.number("number"), each.text("state"))
             for each in fields.tables("threads")
-        ),
-        diffs=tuple(
-            Diff(distribution=each.text("distribution"), file=each.text("file"), sha256=each.text("sha256", _SHA256))
-            for each in fields.tables("diffs")
         ),
     )
     fields.nothing_else()

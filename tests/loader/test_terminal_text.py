@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from made_up import Upstream
@@ -19,9 +20,9 @@ from megacpp_overlays.model import Finding
 from megacpp_overlays.processes import differences, ranks
 from megacpp_overlays.processes.differences import StatementGroup
 from megacpp_overlays.processes.rank_exchange import Example, RanksVerdict
-from megacpp_overlays.upkeep.drift.accounts import Account, DriftState
 from megacpp_overlays.upkeep.drift.drift import DistributionDrift, DriftReport
 from megacpp_overlays.upkeep.drift.drift_report import DriftOutcome
+from megacpp_overlays.upkeep.drift.published import FileDifference
 from megacpp_overlays.upkeep.drift.records import Kind
 from megacpp_overlays.upkeep.matrix import matrix_text
 from megacpp_overlays.upkeep.matrix.matrix import Row, Table
@@ -82,19 +83,11 @@ def test_an_exception_of_several_lines_is_one_line_of_the_log(
 
 
 def test_drift_cannot_have_its_findings_cleared() -> None:
-    forged = Account(
-        distribution="torch",
-        file=f"torch/{CLEARS}.py",
-        kind=Kind.ADDED,
-        sha256="0" * 64,
-        state=DriftState.UNTRACKED,
-        pack=None,
-        note="",
-    )
+    forged = FileDifference(file=f"torch/{CLEARS}.py", kind=Kind.ADDED, path=Path("x.py"))
     row = DistributionDrift(
         distribution="torch", version=f"2.9{CLEARS}", where="RECORD", checked=1, differences=(forged,), restore=CLEARS
     )
-    report = DriftReport(rows=(row, replace(row, unchecked=(CLEARS,))), absent=(CLEARS,), stale=(), quick=False)
+    report = DriftReport(rows=(row, replace(row, unchecked=(CLEARS,))), absent=(CLEARS,), quick=False)
 
     text = str(DriftOutcome(report=report, process=None))
 

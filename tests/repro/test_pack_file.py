@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megacpp_overlays.model import Target, Thread
 from megacpp_overlays.repro import pack_file
 from megacpp_overlays.repro.case import PackError
-from megacpp_overlays.repro.pack_file import Diff, PackFile
+from megacpp_overlays.repro.pack_file import PackFile
 
 GOOD = """\
 repository = "made/up"
@@ -22,7 +22,6 @@ files = ["src/layers.py"]
 """
 TARGET = '[[targets]]\ndistribution = "made"\nmodule = "made.layers"\nsymbol = "double"\n'
 THREAD = '[[threads]]\nrepository = "made/up"\nnumber = 7\nstate = "open"\n'
-DIFF = f'[[diffs]]\ndistribution = "made"\nfile = "made/layers.py"\nsha256 = "{"0" * 64}"\n'
 
 
 def read(tmp_path: Path, text: str) -> PackFile:
@@ -39,12 +38,11 @@ def test_four_fields_are_enough(tmp_path: Path) -> None:
 
 
 def test_everything_that_can_be_said_is_read(tmp_path: Path) -> None:
-    found = read(tmp_path, f"{GOOD}searched = 2026-11-20\n{TARGET}{THREAD}{DIFF}")
+    found = read(tmp_path, f"{GOOD}searched = 2026-11-20\n{TARGET}{THREAD}")
 
     assert found.searched == datetime.date(2026, 11, 20)
     assert found.targets == (Target("made", "made.layers", "double"),)
     assert found.threads == (Thread("made/up", 7, "open"),)
-    assert found.diffs == (Diff(distribution="made", file="made/layers.py", sha256="0" * 64),)
 
 
 WRONG = {
@@ -67,7 +65,6 @@ WRONG = {
     "thread zero": (GOOD + THREAD.replace("7", "0"), "number = 0 is no number of a thread"),
     "thread true": (GOOD + THREAD.replace("7", "true"), "number = True is no number of a thread"),
     "one table": (GOOD + THREAD.replace("[[", "[").replace("]]", "]"), "threads is no list of tables"),
-    "hash": (GOOD + DIFF.replace("0" * 64, "0" * 63), "is not what it should be"),
 }
 
 

@@ -59,14 +59,6 @@ def drift(target: Path) -> Drift:
     return run
 
 
-def pack(folder: Path, blocks: str) -> Path:
-    """Make an inventory of one pack; return it."""
-    (folder / "packs" / "42-rms-norm").mkdir(parents=True)
-    head = 'repository = "linkedin/Liger-Kernel"\nupstream = "new"\npriority = "crash"\nfiles = []\n'
-    (folder / "packs" / "42-rms-norm" / "pack.toml").write_text(f"{head}\n{blocks}")
-    return folder / "packs"
-
-
 def test_a_release_as_published_is_no_drift(drift: Drift) -> None:
     done = drift()
 
@@ -91,47 +83,24 @@ def test_hands_in_it_are_named_file_by_file_with_the_way_out(drift: Drift, targe
         "liger-kernel: liger_kernel/hot/deep/fix.py added",
         f"liger-kernel: {LOSS} changed",
     ]
-    digest = hashlib.sha256((target / LOSS).read_bytes()).hexdigest()
-    assert f'[[diffs]]\ndistribution = "liger-kernel"\nfile = "{LOSS}"\nsha256 = "{digest}"\n' in done.stdout
     assert lines[-1] == (
-        "next: liger-kernel: keep the change in a pack with the entry above, or undo it: delete the added files, then "
-        "pip install --force-reinstall --no-cache-dir --no-deps liger-kernel==0.8.5"
+        "next: liger-kernel: make an overlay of the change, or undo it: delete the added files, then pip install "
+        "--force-reinstall --no-cache-dir --no-deps liger-kernel==0.8.5"
     )
 
 
-def test_the_printed_entry_tracks_the_change_until_the_release_has_it(
-    drift: Drift, target: Path, release: Path, tmp_path: Path
-) -> None:
-    (target / LOSS).write_text("# a hot fix\n")
-    before = drift("--packs", pack(tmp_path / "empty", "")).stdout
-    block = before[before.index("[[diffs]]") : before.index("next: ")]
-    packs = pack(tmp_path, block)
+def test_data_has_the_hash_of_each_file_that_differs(drift: Drift, target: Path) -> None:
+    (target / "liger_kernel" / "hot.py").write_text("")
+    (target / "liger_kernel" / "functional.py").unlink()
 
-    tracked = drift("--packs", packs)
-    shutil.copy(release / LOSS, target / LOSS)
-    absorbed = drift("--packs", packs)
+    data = json.loads(drift("--json").stdout)
 
-    assert tracked.returncode == 0
-    assert f"liger-kernel: {LOSS} changed  by 42-rms-norm" in tracked.stdout
-    assert tracked.stdout.endswith("no drift; packs account for what differs\n")
-    assert absorbed.returncode == 0
-    assert f"stale: 42-rms-norm: liger-kernel: {LOSS}: the file is as published: upstream absorbed" in absorbed.stdout
-    assert "next: retire the stale entries" in absorbed.stdout
-
-
-@pytest.mark.full
-def test_many_files_leave_the_entries_to_the_json(drift: Drift, target: Path) -> None:
-    for number in range(12):
-        (target / "liger_kernel" / f"hot_{number}.py").write_text("")
-
-    done, data = drift(), json.loads(drift("--json").stdout)
-
-    assert done.stdout.count("[[diffs]]") == 10
-    assert "... and 2 more; --json has every hash" in done.stdout
     (row,) = data["distributions"]
-    assert (data["clean"], row["state"], len(row["differences"])) == (False, "untracked", 12)
-    assert {each["sha256"] for each in row["differences"]} == {hashlib.sha256().hexdigest()}
-    assert {(each["kind"], each["state"]) for each in row["differences"]} == {("added", "untracked")}
+    assert (data["clean"], row["state"]) == (False, "untracked")
+    assert row["differences"] == [
+        {"file": "liger_kernel/functional.py", "kind": "missing", "sha256": None},
+        {"file": "liger_kernel/hot.py", "kind": "added", "sha256": hashlib.sha256().hexdigest()},
+    ]
 
 
 def test_quick_and_what_cannot_be_checked_say_so(drift: Drift, target: Path) -> None:
@@ -205,28 +174,18 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--distribution: not allowed with argument --all" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["--distribution", "never-published"],
-            "--distribution never-published: no such distribution is installed here",
-        ),
-        (["--packs", "nowhere"], "--packs nowhere: there is no such folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_1(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["drift", *words]) == ExitCode.NOT_CHECKED
+def test_bad_input_is_one_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drift", "--distribution", "never-published"]) == ExitCode.NOT_CHECKED
 
-    assert says in capsys.readouterr().err
+    assert "--distribution never-published: no such distribution is installed here" in capsys.readouterr().err
 
 
 def test_a_distribution_that_was_asked_for_and_is_not_here_is_not_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megacpp_overlays.upkeep.drift.drift.STACK", {"lab-stack": "lab_stack_that_is_not_here"})
 
-    assert cli.main(["drift", "--distribution", "lab-stack", "--packs", str(tmp_path)]) == 1
+    assert cli.main(["drift", "--distribution", "lab-stack"]) == 1
 
     says = capsys.readouterr().out
     assert "not installed: lab-stack" in says
@@ -247,9 +206,9 @@ def test_all_looks_at_what_nobody_asked_for(
     monkeypatch.setattr("megacpp_overlays.upkeep.drift.drift.STACK", {})
     monkeypatch.syspath_prepend(tmp_path / "target")
 
-    assert cli.main(["drift", "--all", "--packs", str(tmp_path)]) == 0
+    assert cli.main(["drift", "--all"]) == 0
     assert "lab-only      1.0" in capsys.readouterr().out
-    assert cli.main(["drift", "--packs", str(tmp_path)]) == 0
+    assert cli.main(["drift"]) == 0
     assert "lab-only" not in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from repositories import commit_all, git
 
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.upkeep.drift import checkouts, drift
-from megacpp_overlays.upkeep.drift.accounts import DriftState
+from megacpp_overlays.upkeep.drift.drift import DriftState
 from megacpp_overlays.upkeep.drift.records import Kind
 
 
@@ -262,15 +262,13 @@ def test_an_editable_install_is_its_commit(checkout: Path, tmp_path: Path, monke
     installed = installed_in(tmp_path / "target", monkeypatch)
     commit = git(checkout, "rev-parse", "HEAD")
 
-    assert drift.examine(["lab-ops"], installed, (), ()).clean
+    assert drift.examine(["lab-ops"], installed, ()).clean
     (checkout / "src" / "lab_ops" / "scale.py").write_text("")
-    (row,) = drift.examine(["lab-ops"], installed, (), ()).rows
+    (row,) = drift.examine(["lab-ops"], installed, ()).rows
 
     assert row.where == f"commit {commit[:12]} of {checkout}"
     assert row.restore == f"git -C {checkout} stash --include-untracked"
-    assert [(each.file, each.kind, each.state) for each in row.differences] == [
-        ("lab_ops/scale.py", Kind.CHANGED, DriftState.UNTRACKED)
-    ]
+    assert [(each.file, each.kind) for each in row.differences] == [("lab_ops/scale.py", Kind.CHANGED)]
 
 
 def test_an_editable_install_that_names_no_package_is_compared_as_a_whole(
@@ -279,7 +277,7 @@ def test_an_editable_install_that_names_no_package_is_compared_as_a_whole(
     editable(checkout, tmp_path / "target", top_level=False)
     (checkout / "notes.txt").write_text("other notes\n")
 
-    (row,) = drift.examine(["lab-ops"], installed_in(tmp_path / "target", monkeypatch), (), ()).rows
+    (row,) = drift.examine(["lab-ops"], installed_in(tmp_path / "target", monkeypatch), ()).rows
 
     assert [each.file for each in row.differences] == ["notes.txt"]
 
@@ -293,9 +291,9 @@ def test_a_checkout_with_its_metadata_beside_it_is_its_commit(
     (info / "top_level.txt").write_text("lab_ops\n")
     installed = installed_in(checkout / "src", monkeypatch)
 
-    (committed,) = drift.examine(["lab-ops"], installed, (), ()).rows
+    (committed,) = drift.examine(["lab-ops"], installed, ()).rows
     (checkout / ".git").rename(tmp_path / "no longer a repository")
-    (unknown,) = drift.examine(["lab-ops"], installed, (), ()).rows
+    (unknown,) = drift.examine(["lab-ops"], installed, ()).rows
 
     assert (committed.state, committed.where.partition(" ")[0]) == (DriftState.CLEAN, "commit")
     assert (unknown.state, unknown.unchecked) == (DriftState.UNCHECKED, ("it was installed without a RECORD",))
@@ -309,7 +307,7 @@ def test_a_release_and_a_checkout_that_shadows_it_are_both_compared(
     installed = installed_in(tmp_path / "target", monkeypatch)
     monkeypatch.syspath_prepend(checkout / "src")
 
-    rows = drift.examine(["lab-ops"], installed, (), ()).rows
+    rows = drift.examine(["lab-ops"], installed, ()).rows
 
     assert [row.where.partition(" ")[0] for row in rows] == ["RECORD", "commit"]
     assert [row.state for row in rows] == [DriftState.CLEAN, DriftState.CLEAN]
@@ -320,9 +318,9 @@ def test_a_target_that_is_not_installed_is_found_where_it_is_imported_from(upstr
     overlay = upstream.overlay()
     name = overlay.target.distribution.replace("_", "-")
 
-    (before,) = drift.examine([name], {}, (), [overlay]).rows
+    (before,) = drift.examine([name], {}, [overlay]).rows
     commit = commit_all(upstream.folder)
-    (after,) = drift.examine([name], {}, (), [overlay]).rows
+    (after,) = drift.examine([name], {}, [overlay]).rows
 
     assert before.state is DriftState.UNCHECKED
     assert (after.state, after.version, after.where) == (

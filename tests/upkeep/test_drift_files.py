@@ -15,8 +15,7 @@ from made_up import Upstream
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import drift
-from megacpp_overlays.upkeep.drift.accounts import DriftState
-from megacpp_overlays.upkeep.drift.drift import DriftReport
+from megacpp_overlays.upkeep.drift.drift import DriftReport, DriftState
 from megacpp_overlays.upkeep.drift.installations import import_names
 from megacpp_overlays.upkeep.drift.records import Kind
 
@@ -53,13 +52,13 @@ def examine(target: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drif
 
     def run(*names: str, quick: bool = False, required: bool = False) -> DriftReport:
         installed = installed_in(target, monkeypatch)
-        return drift.examine(names or ("fast-ops",), installed, (), (), quick=quick, required=required)
+        return drift.examine(names or ("fast-ops",), installed, (), quick=quick, required=required)
 
     return run
 
 
 def found(report: DriftReport) -> Mapping[str, Kind]:
-    return {each.file: each.kind for each in report.untracked}
+    return {each.file: each.kind for row in report.rows for each in row.differences}
 
 
 def test_what_pip_installed_is_clean_scripts_and_bytecode_included(
@@ -182,7 +181,7 @@ def test_a_person_asks_by_any_spelling_and_for_what_is_installed(target: Path, m
 
 
 def test_usually_the_targets_of_overlays_and_the_stack_are_looked_at(upstream: Upstream) -> None:
-    names = drift.usual([upstream.overlay()], ())
+    names = drift.usual([upstream.overlay()])
 
     assert {"torch", "triton", "megatron-core", "mamba-ssm", "liger-kernel", "tilelang"} <= set(names)
     assert upstream.name.replace("_", "-") in names
@@ -309,13 +308,11 @@ def test_what_lies_in_the_environment_beside_its_packages_is_read(
     record = packages / "fast_ops-1.0.dist-info" / "RECORD"
     record.write_text(record.read_text().replace("../../bin/", "../../../bin/"))
 
-    report = drift.examine(("fast-ops",), installed_in(packages, monkeypatch), (), ())
+    report = drift.examine(("fast-ops",), installed_in(packages, monkeypatch), ())
     assert report.clean
 
     (tmp_path / "env" / "bin" / "fast-ops").write_text("another")
-    assert [*found(drift.examine(("fast-ops",), installed_in(packages, monkeypatch), (), ()))] == [
-        "../../../bin/fast-ops"
-    ]
+    assert [*found(drift.examine(("fast-ops",), installed_in(packages, monkeypatch), ()))] == ["../../../bin/fast-ops"]
 
 
 def test_a_fifo_stops_nobody(target: Path, examine: Callable[..., DriftReport]) -> None:
@@ -328,7 +325,7 @@ def test_a_fifo_stops_nobody(target: Path, examine: Callable[..., DriftReport]) 
     report = examine()
 
     assert found(report) == {"fast_ops/hot.py": Kind.ADDED, "fast_ops/scale.py": Kind.CHANGED}
-    assert [each.sha256 for each in report.untracked] == [None, None]
+    assert [each.sha256 for each in report.rows[0].differences] == [None, None]
 
 
 def test_metadata_that_is_a_fifo_is_an_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""The comparison of what is installed with what was published: files, checkouts, and what the inventory accounts for."""
+"""The comparison of what is installed with what was published: files with their RECORD, checkouts with their commit."""
 
 from __future__ import annotations
 
+import enum
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,7 @@ from megacpp_overlays.model import Erratum
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.source.trees import InstalledTree, readable
-from megacpp_overlays.upkeep.drift import accounts, checkouts, published
-from megacpp_overlays.upkeep.drift.accounts import Account, DriftState, PackDiff
+from megacpp_overlays.upkeep.drift import checkouts, published
 from megacpp_overlays.upkeep.drift.installations import Installation, import_names
 from megacpp_overlays.upkeep.drift.published import FileDifference, Files, Owners
 
@@ -33,6 +33,17 @@ STACK: Mapping[str, str | None] = {
 """What is looked at besides the targets of overlays, and what each is imported as; None is part of another one."""
 
 
+class DriftState(enum.Enum):
+    """State of a distribution, or of a start-up file."""
+
+    CLEAN = "clean"
+    TRACKED = "tracked"
+    """It is no part of what was published, and this package wrote it."""
+    UNTRACKED = "untracked"
+    """It differs, and nothing accounts for that."""
+    UNCHECKED = "cannot be checked"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionDrift:
     """One distribution, or one checkout that is imported in its place."""
@@ -43,7 +54,7 @@ class DistributionDrift:
     """What its files were compared with."""
     checked: int
     """How many files were compared."""
-    differences: tuple[Account, ...] = ()
+    differences: tuple[FileDifference, ...] = ()
     unchecked: tuple[str, ...] = ()
     """What nothing can be said about, with reasons."""
     restore: str = ""
@@ -52,11 +63,9 @@ class DistributionDrift:
     @property
     def state(self) -> DriftState:
         """The worst that was found."""
-        if any(each.state is DriftState.UNTRACKED for each in self.differences):
+        if self.differences:
             return DriftState.UNTRACKED
-        if self.unchecked:
-            return DriftState.UNCHECKED
-        return DriftState.TRACKED if self.differences else DriftState.CLEAN
+        return DriftState.UNCHECKED if self.unchecked else DriftState.CLEAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,50 +75,40 @@ class DriftReport:
     rows: tuple[DistributionDrift, ...]
     absent: tuple[str, ...]
     """What was looked for and is neither installed nor importable."""
-    stale: tuple[PackDiff, ...]
-    """Entries of the inventory whose file is as published."""
     quick: bool
     required: bool = False
     """Whether somebody asked for each by its name, so that nothing said is no answer."""
 
     @property
-    def untracked(self) -> tuple[Account, ...]:
-        """Every difference that nothing accounts for."""
-        return tuple(each for row in self.rows for each in row.differences if each.state is DriftState.UNTRACKED)
-
-    @property
     def clean(self) -> bool:
-        """Whether everything was checked, and is as published or accounted for."""
+        """Whether everything was checked, and is as published."""
         answered = not (self.required and self.absent)
-        return answered and all(row.state in {DriftState.CLEAN, DriftState.TRACKED} for row in self.rows)
+        return answered and all(row.state is DriftState.CLEAN for row in self.rows)
 
 
-def usual(overlays: Collection[Erratum], entries: Collection[PackDiff]) -> tuple[str, ...]:
-    """Return what is looked at unless something else is asked for: targets, the stack, and what the inventory names."""
-    targets = (canonicalize_name(overlay.target.distribution) for overlay in overlays)
-    return tuple(sorted({*STACK, *targets, *(entry.key[0] for entry in entries)}))
+def usual(overlays: Collection[Erratum]) -> tuple[str, ...]:
+    """Return what is looked at unless something else is asked for: targets and the stack."""
+    return tuple(sorted({*STACK, *(canonicalize_name(overlay.target.distribution) for overlay in overlays)}))
 
 
 def examine(
     names: Collection[str],
     installed: Mapping[str, Installation],
-    entries: Sequence[PackDiff],
     overlays: Collection[Erratum],
     *,
     quick: bool = False,
     required: bool = False,
 ) -> DriftReport:
-    """Compare distributions with what was published, and the differences with the inventory.
+    """Compare distributions with what was published.
 
     Args:
         names: canonical names of distributions.
         installed: everything that is installed.
-        entries: what the inventory accounts for.
         overlays: their targets tell what a distribution that is not installed would be imported as.
-        quick: compare sizes alone where RECORD has them, except for files that the inventory names.
+        quick: compare sizes alone where RECORD has them.
         required: whether one that is not here at all is a failure.
     """
-    search = _Search(installed, entries, _modules(overlays), quick=quick)
+    search = _Search(installed, _modules(overlays), quick=quick)
     rows: list[DistributionDrift] = []
     absent: list[str] = []
     for name in names:
@@ -117,13 +116,7 @@ def examine(
         rows += found
         if not found:
             absent.append(name)
-    return DriftReport(
-        rows=tuple(rows),
-        absent=tuple(absent),
-        stale=accounts.stale(entries, search.compared),
-        quick=quick,
-        required=required,
-    )
+    return DriftReport(rows=tuple(rows), absent=tuple(absent), quick=quick, required=required)
 
 
 def _modules(overlays: Collection[Erratum]) -> Mapping[str, str]:
@@ -148,18 +141,8 @@ def demand(names: Sequence[str], installed: Mapping[str, Installation]) -> tuple
 class _Search:
     """The rows of one distribution after the other."""
 
-    def __init__(
-        self,
-        installed: Mapping[str, Installation],
-        entries: Sequence[PackDiff],
-        modules: Mapping[str, str],
-        *,
-        quick: bool,
-    ) -> None:
-        self.compared: dict[str, list[FileDifference]] = {}
-        """Differences of the distributions that every file of was compared."""
+    def __init__(self, installed: Mapping[str, Installation], modules: Mapping[str, str], *, quick: bool) -> None:
         self._installed = installed
-        self._entries = entries
         self._modules = modules
         self._owners = Owners(installed.values())
         self._quick = quick
@@ -196,13 +179,12 @@ class _Search:
         yield from rows
 
     def _published(self, here: Installation) -> DistributionDrift:
-        exactly = {entry.diff.file for entry in self._entries if entry.key[0] == here.name}
-        files = published.compare(here, self._owners, quick=self._quick, exactly=exactly)
+        files = published.compare(here, self._owners, quick=self._quick)
         where = "RECORD"
         if here.origin is not None:
             commit = f" at {here.origin.commit[:12]}" if here.origin.commit else ""
             where = f"RECORD, from {here.origin.url}{commit}"
-        return self._row(here.name, here.version, where, files, _reinstall(here))
+        return _row(here.name, here.version, where, files, _reinstall(here))
 
     def _editable(self, here: Installation) -> Iterator[DistributionDrift]:
         located = _located(import_names(here))
@@ -224,22 +206,20 @@ class _Search:
                 )
                 continue
             where = f"commit {found.commit[:12]} of {found.top}"
-            yield self._row(
-                name, version, where, found.files, f"git -C {shlex.quote(str(found.top))} stash --include-untracked"
-            )
+            restore = f"git -C {shlex.quote(str(found.top))} stash --include-untracked"
+            yield _row(name, version, where, found.files, restore)
 
-    def _row(self, name: str, version: str | None, where: str, files: Files, restore: str) -> DistributionDrift:
-        if not files.unchecked:
-            self.compared.setdefault(name, []).extend(files.differences)
-        return DistributionDrift(
-            distribution=name,
-            version=version,
-            where=where,
-            checked=files.checked,
-            differences=accounts.account(name, files.differences, self._entries),
-            unchecked=files.unchecked,
-            restore=restore,
-        )
+
+def _row(name: str, version: str | None, where: str, files: Files, restore: str) -> DistributionDrift:
+    return DistributionDrift(
+        distribution=name,
+        version=version,
+        where=where,
+        checked=files.checked,
+        differences=files.differences,
+        unchecked=files.unchecked,
+        restore=restore,
+    )
 
 
 def _reinstall(here: Installation) -> str:

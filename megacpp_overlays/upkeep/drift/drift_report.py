@@ -11,16 +11,11 @@ from typing import Any
 from megacpp_overlays import terminal_text
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.processes.startup_file import StartupFile
-from megacpp_overlays.upkeep.drift.accounts import Account, DriftState, PackDiff
-from megacpp_overlays.upkeep.drift.drift import DistributionDrift, DriftReport
+from megacpp_overlays.upkeep.drift.drift import DistributionDrift, DriftReport, DriftState
 from megacpp_overlays.upkeep.drift.records import Kind
 from megacpp_overlays.upkeep.drift.substitutions import ProcessDrift, Substitution
 
-RETIRE = "the file is as published: upstream absorbed the change, or it was never applied here; retire the entry"
-
 _COLUMNS = ("distribution", "version", "compared with", "files", "differ", "state")
-_BLOCKS = 10
-"""How many entries to paste are printed; with more, reinstalling is the answer. The JSON has every hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +35,7 @@ class DriftOutcome:
 
     @property
     def clean(self) -> bool:
-        """Whether everything that was looked at is as published, or accounted for."""
+        """Whether everything that was looked at is as published, or ours."""
         in_process = self.process is None or not (self.foreign or self.process.unchecked)
         return self.report.clean and in_process and all(each.is_ours for each in self.startup)
 
@@ -56,7 +51,6 @@ class DriftOutcome:
                 {"file": str(each.path), "package": each.package, "state": _startup_state(each).value}
                 for each in self.startup
             ],
-            "stale": [{"pack": each.pack, **dataclasses.asdict(each.diff)} for each in self.report.stale],
             "running": None
             if process is None
             else {
@@ -70,11 +64,9 @@ class DriftOutcome:
         parts = [
             aligned(_COLUMNS, [_cells(row) for row in self.report.rows]),
             _absent(self.report.absent),
-            list(_files(self.report, DriftState.UNTRACKED)),
-            list(_files(self.report, DriftState.TRACKED)),
+            list(_files(self.report.rows)),
             list(_unchecked(self.report.rows)),
             list(_startup(self.startup)),
-            list(_stale(self.report.stale)),
             list(_process(self.process, self.foreign)) if self.process else [],
         ]
         shown = [[terminal_text.one_line(line) for line in part] for part in parts]
@@ -84,22 +76,17 @@ class DriftOutcome:
     def _verdict(self) -> Iterator[str]:
         if self.report.quick:
             yield "quick: only sizes were compared; a change that keeps the size goes unseen"
-        yield from _blocks(self.report.untracked)
         steps = list(self._steps())
         yield from (terminal_text.one_line(f"next: {step}") for step in steps)
         if self.clean:
-            differs = any(row.state is DriftState.TRACKED for row in self.report.rows)
-            yield "no drift" + ("; packs account for what differs" if differs else "")
+            yield "no drift"
 
     def _steps(self) -> Iterator[str]:
         for row in self.report.rows:
             if row.state is DriftState.UNTRACKED and row.restore:
                 added = any(each.kind is Kind.ADDED for each in row.differences) and "stash" not in row.restore
                 first = "delete the added files, then " if added else ""  # no installer removes what no RECORD names
-                yield (
-                    f"{row.distribution}: keep the change in a pack with the entry above, or undo it: "
-                    f"{first}{row.restore}"
-                )
+                yield f"{row.distribution}: make an overlay of the change, or undo it: {first}{row.restore}"
             elif row.state is DriftState.UNCHECKED and row.restore:
                 yield f"{row.distribution}: make it checkable: {row.restore}"
         if self.report.required and self.report.absent:
@@ -108,14 +95,10 @@ class DriftOutcome:
             yield "make an overlay of what was replaced, or take it out of what replaces it"
         if not all(each.is_ours for each in self.startup):
             yield "write the start-up file anew with `megacpp-overlays enable`, or remove it with `megacpp-overlays disable`"
-        if self.report.stale:
-            yield "retire the stale entries from their packs"
 
 
 def _row_dict(row: DistributionDrift) -> dict[str, Any]:
-    differences = [
-        {**dataclasses.asdict(each), "kind": each.kind.value, "state": each.state.value} for each in row.differences
-    ]
+    differences = [{"file": each.file, "kind": each.kind.value, "sha256": each.sha256} for each in row.differences]
     return {**dataclasses.asdict(row), "differences": differences, "state": row.state.value}
 
 
@@ -129,22 +112,14 @@ def _absent(names: Sequence[str]) -> list[str]:
     return [f"not installed: {', '.join(names)}"] if names else []
 
 
-def _files(report: DriftReport, state: DriftState) -> Iterator[str]:
-    found = [each for row in report.rows for each in row.differences if each.state is state]
-    if found:
-        yield f"{state.value}:"
-    for each in found:
-        said = f"  by {each.pack}" if each.pack else f"  {each.note}" if each.note else ""
-        yield f"  {each.distribution}: {each.file} {each.kind.value}{said}"
+def _files(rows: Sequence[DistributionDrift]) -> Iterator[str]:
+    found = [f"  {row.distribution}: {each.file} {each.kind.value}" for row in rows for each in row.differences]
+    yield from (f"{DriftState.UNTRACKED.value}:", *found) if found else ()
 
 
 def _unchecked(rows: Sequence[DistributionDrift]) -> Iterator[str]:
     found = [f"  {row.distribution}: {why}" for row in rows for why in row.unchecked]
     yield from (f"{DriftState.UNCHECKED.value}:", *found) if found else ()
-
-
-def _stale(entries: Sequence[PackDiff]) -> Iterator[str]:
-    yield from (f"stale: {each.pack}: {each.diff.distribution}: {each.diff.file}: {RETIRE}" for each in entries)
 
 
 def _startup_state(file: StartupFile) -> DriftState:
@@ -170,11 +145,3 @@ def _process(process: ProcessDrift, foreign: Sequence[Substitution]) -> Iterator
     yield from (f"  untracked: {each.module}.{each.symbol} is now {each.by}" for each in foreign)
     yield from (f"  tracked: {each.module}.{each.symbol} by overlay {each.overlay}" for each in ours)
     yield from (f"  {DriftState.UNCHECKED.value}: {why}" for why in process.unchecked)
-
-
-def _blocks(untracked: Sequence[Account]) -> Iterator[str]:
-    blocks = [block for each in untracked if (block := each.block)]
-    if blocks:
-        yield "entries for the pack.toml of the pack that explains the change:"
-        yield from (f"\n{block}" for block in blocks[:_BLOCKS])
-        yield f"\n... and {len(blocks) - _BLOCKS} more; --json has every hash\n" if len(blocks) > _BLOCKS else ""

@@ -60,14 +60,13 @@ class Owners:
         return self._known[root]
 
 
-def compare(installation: Installation, owners: Owners, *, quick: bool = False, exactly: Collection[str] = ()) -> Files:
+def compare(installation: Installation, owners: Owners, *, quick: bool = False) -> Files:
     """Compare the files of one distribution with its RECORD.
 
     Args:
         installation: one with a RECORD.
         owners: of all that is installed.
         quick: compare sizes, see `records.difference`.
-        exactly: files whose hash is compared all the same.
     """
     found: list[FileDifference] = []
     unchecked: list[str] = []
@@ -82,7 +81,7 @@ def compare(installation: Installation, owners: Owners, *, quick: bool = False, 
         if records.is_bytecode(PurePosixPath(entry.file)) and not records.hides_source(path):
             continue
         try:
-            kind = records.difference(entry, path, quick=quick and entry.file not in exactly)
+            kind = records.difference(entry, path, quick=quick)
         except CannotCheckError as error:
             unchecked.append(str(error))
             continue
