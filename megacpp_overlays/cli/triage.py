@@ -27,7 +27,6 @@ receipt of the same versions counts. With --quick none runs: seconds, and what c
 _EXAMPLES = (
     "triage --to megatron-core==0.19.2",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --quick",
-    "triage --from locks/summer-2026.txt --to locks/newest.txt --create",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --only liger-flce-none-backward --brief",
 )
 _CODES = {
@@ -49,7 +48,6 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("--environments", metavar="FOLDER", type=Path, help="environments by lane (default: .envs)")
     parser.add_argument("--from-python", metavar="PYTHON", type=Path, help="interpreter of the environment of --from")
     parser.add_argument("--to-python", metavar="PYTHON", type=Path, help="interpreter of the environment of --to")
-    parser.add_argument("--create", action="store_true", help="make an environment that is missing, from its lock")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=evidence.TIMEOUT, help="for one process (default 900)"
@@ -72,8 +70,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if len(arguments.after) > 1 or arguments.before is None:
         parser.error("an upgrade between locks takes --from LOCK and one --to LOCK; releases are NAME==VERSION")
     before, after = locks.read(arguments.before), locks.read(Path(arguments.after[0]))
-    triage.changes(before, after, overlays)  # raises before an environment is made where the locks are the same
-    find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)
+    triage.changes(before, after, overlays)  # raises before an environment is asked where the locks are the same
+    find = functools.partial(environments.of, folder=arguments.environments)
     progress = functools.partial(print, file=sys.stderr, flush=True)
     how = triage.RunOptions(packs=packs, timeout=arguments.timeout, progress=progress)
     with ending.by_exception():

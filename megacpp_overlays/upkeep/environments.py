@@ -1,4 +1,4 @@
-"""The environment that holds a lock, found or made, and checked against it.
+"""The environment that holds a lock, found and checked against it.
 
     FOLDER/NAME/bin/python    NAME is the lane of the lock, or the name of its file; `make .envs/NAME/.ready` makes it
     FOLDER/../.venv           for the lane `dev`
@@ -8,13 +8,8 @@ That an environment has the name of a lane says nothing: it is asked what it hol
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +64,7 @@ class Environment:
     python: Path
 
 
-def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None, create: bool = False) -> Environment:
+def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None) -> Environment:
     """Return the environment that holds a lock.
 
     Distributions that the lock does not name are all right, such as this project.
@@ -78,7 +73,6 @@ def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None, cr
         lock: what it must hold.
         folder: where environments are; `.envs` below the working directory if not given.
         python: its interpreter; it is not looked for then.
-        create: whether to make `folder/LANE` where there is no environment for the lock.
 
     Raises:
         LockError: there is none, or the one that is there is not what the lock says; the text says how they differ,
@@ -87,9 +81,6 @@ def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None, cr
     places = [python] if python else list(dict.fromkeys(_places(lock, folder or FOLDER)))
     places = [place.absolute() for place in places]  # and no link is followed: that is how an environment is known
     there = [place for place in places if place.is_file()]
-    if not there and create and python is None:
-        _create(lock, places[0].parent.parent)
-        there = places[:1]
     if not there:
         looked = ", ".join(map(str, places))
         raise LockError(f"{lock.path}: no environment holds this lock: there is no {looked}; {_way_out(lock)}")
@@ -144,7 +135,8 @@ def _places(lock: Lock, folder: Path) -> Iterator[Path]:
 
 
 def _way_out(lock: Lock) -> str:
-    return f"`make .envs/{lock.path.stem}/.ready` makes one from locks/, or name an interpreter"
+    made = f"`make .envs/{lock.path.stem}/.ready` makes one from locks/"
+    return f"{made}, elsewhere `uv venv` and `uv pip sync --require-hashes {lock.path}`; or name an interpreter"
 
 
 def _ask(python: Path) -> Mapping[str, Any]:
@@ -191,81 +183,3 @@ def _reaches(python: str, oldest: str) -> bool:
         return Version(python.rstrip("+")) >= Version(oldest)  # a build between two releases ends with a plus
     except InvalidVersion:
         return False
-
-
-def _create(lock: Lock, folder: Path) -> None:
-    """Make an environment of exactly what a lock says, every file checked against its hash.
-
-    Raises:
-        LockError: it could not be made, or the folder has something in it; nothing of this call is left.
-    """
-    if (uv := shutil.which("uv")) is None:
-        raise LockError(f"{lock.path}: making an environment needs uv, which is not on PATH; {_way_out(lock)}")
-    python = str(folder / "bin" / "python")
-    steps = (
-        [uv, "venv", "--quiet", "--no-project", "--python", lock.python or sys.executable, str(folder)],
-        [uv, "pip", "sync", "--quiet", "--python", python, "--require-hashes", str(lock.path)],
-    )
-    with _left_as_it_was(lock, folder):
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)  # noqa: S603 - uv and two paths
-            if done.returncode:
-                why = done.stderr.strip() or "uv does not say why"
-                raise LockError(f"{lock.path}: {folder} could not be made: {why}")
-
-
-@contextlib.contextmanager
-def _left_as_it_was(lock: Lock, folder: Path) -> Iterator[None]:
-    """Have an empty folder, and remove what was put there if that fails: never anything that was there before."""
-    try:
-        folder.mkdir(parents=True)
-        is_ours = True
-    except OSError as error:
-        if not folder.is_dir():
-            raise LockError(f"{lock.path}: {folder} could not be made: {error.strerror}") from error
-        is_ours = False
-    with _held(lock, folder):
-        yield from _emptied_after_a_failure(lock, folder, is_ours=is_ours)
-
-
-@contextlib.contextmanager
-def _held(lock: Lock, folder: Path) -> Iterator[None]:
-    """Hold a folder while something is made in it: two processes may be asked for one environment at once.
-
-    Raises:
-        LockError: another process holds it.
-    """
-    descriptor = -1
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.path.samestat(os.fstat(descriptor), folder.stat())
-    except (BlockingIOError, FileNotFoundError):
-        is_there = False
-    except OSError:  # some network file systems lock no folder
-        is_there = True
-    try:
-        if not is_there:
-            raise LockError(f"{lock.path}: another process makes {folder} right now: run this again when it is done")
-        yield
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _emptied_after_a_failure(lock: Lock, folder: Path, *, is_ours: bool) -> Iterator[None]:
-    if any(folder.iterdir()):
-        raise LockError(
-            f"{lock.path}: {folder} has no bin/python and is not empty, so no environment is made there: move it "
-            "away, or name an interpreter"
-        )
-    try:
-        yield
-    except BaseException:
-        for each in () if is_ours else folder.iterdir():
-            shutil.rmtree(each, ignore_errors=True)  # which passes over files
-            with contextlib.suppress(OSError):
-                each.unlink()
-        if is_ours:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
