@@ -10,7 +10,6 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacpp_overlays import files
 from megacpp_overlays.cli import commands
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
@@ -59,7 +58,6 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     parser.add_argument("--api", metavar="URL", help="address of the API, if it is not https://api.github.com")
-    parser.add_argument("--cache", metavar="FOLDER", type=Path, help="where answers and their ETags are kept")
     parser.set_defaults(run=run)
 
 
@@ -83,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
         with commands.extra():  # what is saved is read without an HTTP library
             from megacpp_overlays.upkeep.sweep import github  # noqa: PLC0415
         api = arguments.api or os.environ.get("GITHUB_API_URL") or github.DEFAULT
-        client = github.Client(api, _token(), arguments.cache or _cache())
+        client = github.Client(api, _token())
         try:
             swept = sweep.from_host(waited, saved, client, today, arguments.since)
-            _say(f"{client.asked} requests to {client.api}, {client.unchanged} of them unchanged{_budget(client)}")
+            _say(f"{client.asked} requests to {client.api}{_budget(client)}")
         except host_errors.UnreachableError as error:
             _say(f"{error}; using the saved answers")
     if arguments.write and swept.online:
@@ -107,10 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _token() -> str | None:
     return os.environ.get("GITHUB_TOKEN", "").strip() or os.environ.get("GH_TOKEN", "").strip() or None
-
-
-def _cache() -> Path:
-    return files.cache_folder() / "threads"
 
 
 def _budget(client: Client) -> str:

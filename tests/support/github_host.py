@@ -1,9 +1,8 @@
-"""A real HTTP server on this machine that answers as GitHub's REST API does, with ETags and a budget of requests."""
+"""A real HTTP server on this machine that answers as GitHub's REST API does, with a budget of requests."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import threading
 import time
@@ -173,18 +172,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, reply: Reply, more: Mapping[str, str] | None = None) -> None:
         raw = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
-        etag = f'W/"{hashlib.sha256(raw).hexdigest()}"'
-        same = reply.status == 200 and self.headers.get("If-None-Match") == etag
-        self.send_response(304 if same else reply.status)
-        for name, value in {"ETag": etag, **reply.headers, **(more or {})}.items():
+        self.send_response(reply.status)
+        for name, value in {**reply.headers, **(more or {})}.items():
             self.send_header(name, value)
         if reply.endless:
             self._send_for_ever(raw)
             return
-        self.send_header("Content-Length", "0" if same else str(len(raw)))
+        self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
-        if not same:
-            self.wfile.write(raw)
+        self.wfile.write(raw)
 
     def _send_for_ever(self, raw: bytes) -> None:
         self.send_header("Connection", "close")

@@ -13,7 +13,6 @@ from megacpp_overlays.repro import manifest
 from megacpp_overlays.upkeep.drift import installations
 from megacpp_overlays.upkeep.matrix import index_answers, matrix_file
 from megacpp_overlays.upkeep.sweep import threads
-from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache
 
 NESTED = "[" * 100_000
 
@@ -32,13 +31,6 @@ def test_a_file_of_a_folder_of_packs_is_refused(tmp_path: Path, read: Callable[[
 
     with pytest.raises(OverlayError, match="nested more than 100 levels deep"):
         read(tmp_path)
-
-
-def test_an_answer_that_was_kept_is_as_good_as_none(tmp_path: Path) -> None:
-    cache = AnswerCache(tmp_path)
-    cache._path("https://host/a").write_text(NESTED)
-
-    assert cache.find("https://host/a") is None
 
 
 def test_what_an_index_said_before_is_as_good_as_none(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import github_host
@@ -127,7 +126,6 @@ class Scene:
 
     host: Host
     packs: Path
-    cache: Path
     run: Callable[..., int]
 
     def saved(self) -> dict[tuple[str, int], Answer]:
@@ -144,7 +142,6 @@ def scene(
     for name in ("GITHUB_TOKEN", "GH_TOKEN", "GITHUB_API_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     packs = tmp_path / "packs"
     Packs(packs).write(5, reproducer=None, more=thread(2, "o/r"))
     known = [answer(number=1, declared="open"), answer(number=2, declared="open", kind="issue", base=None)]
@@ -156,7 +153,7 @@ def scene(
         def run(*arguments: str, api: str = host.address) -> int:
             return cli.main(["sweep", "--packs", str(packs), "--api", api, *arguments])
 
-        yield Scene(host, packs, tmp_path / "caches" / "megacpp-overlays" / "threads", run)
+        yield Scene(host, packs, run)
 
 
 def test_an_unchanged_world_says_nothing_new_and_exits_0(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,15 +163,6 @@ def test_an_unchanged_world_says_nothing_new_and_exits_0(scene: Scene, capsys: p
     assert "2 threads: nothing new, nothing landed; asked" in out
     assert "Since the last look" not in out
     assert "Up for retirement" not in out
-
-
-def test_a_second_sweep_is_answered_from_the_cache(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    scene.run()
-    scene.run()
-
-    assert "2 requests" in capsys.readouterr().err
-    assert scene.cache.is_dir()
-    assert all("If-None-Match" in request.headers for request in scene.host.requests[2:])
 
 
 def land(scene: Scene, **changes: Any) -> None:
@@ -362,7 +350,7 @@ def test_a_host_that_answers_nobody_is_left_alone_after_four(scene: Scene, upstr
     waited = waiting.listed([upstream.overlay(threads=tuple(every))], scene.packs / "none")
     for number in range(11, 19):
         scene.host.put(f"/repos/o/r/issues/{number}", Reply(b"<html>"))
-    client = Client(scene.host.address, None, scene.cache)
+    client = Client(scene.host.address, None)
 
     swept = sweep.from_host(waited, {}, client, DAY)
 
@@ -378,7 +366,7 @@ def test_a_repository_that_answers_nobody_does_not_hide_the_others(scene: Scene)
     scene.host.issue("o/r", 19)
     waited = _waited(*[("a/closed", number) for number in range(11, 19)], ("o/r", 19))
 
-    swept = sweep.from_host(waited, {}, Client(scene.host.address, None, scene.cache), DAY)
+    swept = sweep.from_host(waited, {}, Client(scene.host.address, None), DAY)
 
     assert [str(each.waiting) for each in swept.threads if each.now] == ["o/r#19"]
 
@@ -392,7 +380,7 @@ def test_a_release_is_looked_for_though_other_threads_got_no_answer(scene: Scene
         scene.host.put(f"/repos/o/r/issues/{number}", Reply(b"<html>"))
     waited = _waited(("o/r", 1), *[("o/r", number) for number in range(11, 19)])
 
-    swept = sweep.from_host(waited, {}, Client(scene.host.address, None, scene.cache), DAY)
+    swept = sweep.from_host(waited, {}, Client(scene.host.address, None), DAY)
 
     assert "4 threads in a row" in str(swept.stopped)
     assert swept.threads[0].now
@@ -408,7 +396,7 @@ def test_who_was_not_asked_about_for_longest_is_the_first(scene: Scene) -> None:
         scene.host.issue("o/r", number)
     waited = _waited(*[("o/r", number) for number in range(1, 7)])
 
-    client = Client(scene.host.address, None, scene.cache)
+    client = Client(scene.host.address, None)
     sweep.from_host(waited, {each.key: each for each in known}, client, DAY + timedelta(1))
 
     assert [int(path.rpartition("/")[2]) for path in scene.host.paths()] == [6, 2, 3, 5, 4, 1]
@@ -437,7 +425,7 @@ def test_a_small_budget_gets_to_every_thread_in_the_end(data: st.DataObject) -> 
     budget = len(broken) + data.draw(st.integers(3, 6))
     known: dict[threads.Key, Answer] = {}
     waited = _waited(*[("o/r", number) for number in (*range(len(kinds)), *sorted(broken))])
-    with github_host.running() as host, TemporaryDirectory() as cache:
+    with github_host.running() as host:
         host.releases("o/r", release("v2", "2026-09-03"), release("v1", "2026-09-02"))
         for number, kind in enumerate(kinds):
             _serve_kind(host, number, kind)
@@ -448,7 +436,7 @@ def test_a_small_budget_gets_to_every_thread_in_the_end(data: st.DataObject) -> 
             if all(_is_done(known.get(("o/r", number)), kind) for number, kind in enumerate(kinds)):
                 break
             host.budget = budget
-            swept = sweep.from_host(waited, known, Client(host.address, None, Path(cache)), day)
+            swept = sweep.from_host(waited, known, Client(host.address, None), day)
             known = {each.key: each for each in swept.answers(known)}
             day += timedelta(data.draw(st.integers(0, 1), label="days until the next run"))
 
@@ -541,7 +529,7 @@ def test_a_network_that_goes_away_half_way_keeps_what_was_learned(scene: Scene) 
     land(scene)
     waited = waiting.listed(sessions.current().overlays, scene.packs)
 
-    leaving = Leaving(scene.host.address, None, scene.cache, backoff=0.01)
+    leaving = Leaving(scene.host.address, None, backoff=0.01)
     swept = sweep.from_host(waited, scene.saved(), leaving, DAY + timedelta(1))
 
     assert swept.online
@@ -627,13 +615,6 @@ def test_an_address_from_the_environment_is_used(scene: Scene, monkeypatch: pyte
     assert len(scene.host.requests) == 2
 
 
-def test_another_cache_can_be_named(scene: Scene, tmp_path: Path) -> None:
-    scene.run("--cache", str(tmp_path / "here"))
-
-    assert list((tmp_path / "here").iterdir())
-    assert not scene.cache.exists()
-
-
 def test_the_report_for_machines_says_the_same(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     land(scene)
     scene.host.releases("o/r")
@@ -667,13 +648,13 @@ def test_where_nobody_waits_there_is_nothing_to_say() -> None:
     assert sweep_report.lines(swept)[-1].startswith("0 threads: nothing new, nothing landed")
 
 
-def test_this_repository_can_be_swept_against_a_host_that_says_what_is_saved(tmp_path: Path, scene: Scene) -> None:
+def test_this_repository_can_be_swept_against_a_host_that_says_what_is_saved(scene: Scene) -> None:
     saved = threads.read(ROOT / "packs")
     waited = waiting.listed(registry.load(), ROOT / "packs")
     for known in saved.values():
         _serve(scene.host, known)
 
-    swept = sweep.from_host(waited, saved, Client(scene.host.address, None, tmp_path / "cache"), date(2026, 11, 21))
+    swept = sweep.from_host(waited, saved, Client(scene.host.address, None), date(2026, 11, 21))
 
     unknown = {each.waiting.key for each in swept.threads if each.before and each.before.state is None}
     assert {each.waiting.key for each in swept.threads if each.news} == unknown

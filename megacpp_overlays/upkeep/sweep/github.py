@@ -1,12 +1,8 @@
 """A polite client of GitHub's REST API, or of that of a GitHub Enterprise server.
 
-One request at a time, as the host asks of its clients. An answer is kept with its ETag, so asking again costs nothing
-of the hourly budget where a token is used, and no traffic anywhere. When the budget is spent the client stops and says
-when it is renewed. A token goes to the host that was named and to no other: a redirect to another host is not followed,
-and no proxy stands between this machine and itself.
-
-A cache of whole responses, as requests-cache keeps, would put the titles and texts of threads on the disk; here only the
-named fields of an answer are kept. Its retries would sleep through a spent budget, and a sweep has to stop and say so.
+One request at a time, as the host asks of its clients. When the hourly budget of requests is spent the client stops and
+says when it is renewed; it does not sleep. A token goes to the host that was named and to no other: a redirect to another
+host is not followed, and no proxy stands between this machine and itself.
 """
 
 from __future__ import annotations
@@ -14,9 +10,8 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -26,7 +21,6 @@ from urllib3.exceptions import NewConnectionError
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.bounded_http import BoundedAdapter
-from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache, CacheEntry
 from megacpp_overlays.upkeep.sweep.host_errors import (
     GoneError,
     NoAnswerError,
@@ -72,7 +66,6 @@ class Client:
     Args:
         api: base address, such as `https://api.github.com` or `https://ghe.example/api/v3`.
         token: sent to that host alone; never printed, never kept; white space around it is no part of it.
-        cache: folder for answers and their ETags; made if it is missing.
         timeout: seconds to connect, and to wait for an answer.
         backoff: seconds before the second retry of a request that failed on the way or with 5xx; doubled each time.
 
@@ -84,7 +77,6 @@ class Client:
         self,
         api: str,
         token: str | None,
-        cache: Path,
         *,
         timeout: tuple[float, float] = (5.0, 20.0),
         backoff: float = 0.5,
@@ -100,7 +92,7 @@ class Client:
             raise UpkeepError(f"{self.api} is not encrypted, so the token stays here; use https, or unset the token")
         # A proxy of the environment would see the token, and has no way to this machine.
         self._proxies = {"no_proxy": str(parts.hostname)} if parts.hostname in _LOOPBACK else {}
-        self._cache, self._timeout = AnswerCache(cache), timeout
+        self._timeout = timeout
         self._session = requests.Session()
         self._session.headers.update(
             {
@@ -128,29 +120,22 @@ class Client:
             self._session.mount(scheme, BoundedAdapter(max_retries=retry))
         self.asked = 0
         """Requests made, retries not counted."""
-        self.unchanged = 0
-        """How many of them were answered from the cache, because nothing had changed."""
         self.left: int | None = None
         """Requests that the host still takes, as it last said."""
         self._closed_until: datetime | None = None
 
-    def get(self, path: str, keep: Sequence[str], *, lasting: bool = False) -> Any:
-        """Return the named fields of the object at a path.
-
-        Args:
-            path: below the address of the API.
-            keep: names of fields; one that the answer lacks is None.
-            lasting: the answer never changes, so one that is in the cache is good.
+    def get(self, path: str) -> dict[str, Any]:
+        """Return the object at a path below the address of the API.
 
         Raises:
             HostError: see its subclasses.
         """
-        found = self._ask(self.api + path, keep, lasting=lasting)[0]
+        found = self._ask(self.api + path)[0]
         if not isinstance(found, dict):
             raise NoAnswerError(f"{self.api + path}: the answer is no object")
         return found
 
-    def pages(self, path: str, keep: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    def pages(self, path: str) -> Iterator[list[Any]]:
         """Yield the pages of a list, as far as they are asked for.
 
         Raises:
@@ -158,35 +143,28 @@ class Client:
         """
         url: str | None = self.api + path
         while url:
-            page, url = self._ask(url, keep)
+            page, url = self._ask(url)
             if not isinstance(page, list):
                 raise NoAnswerError(f"{self.api + path}: the answer is no list")
             yield page
 
-    def _ask(self, url: str, keep: Sequence[str], *, lasting: bool = False) -> tuple[Any, str | None]:
-        """Return the fields and, of a list, the address of its next page."""
+    def _ask(self, url: str) -> tuple[Any, str | None]:
+        """Return the answer and, of a list, the address of its next page."""
         for _ in range(_HOPS):
-            kept = self._cache.find(url)
-            if kept and lasting:
-                return kept.body, kept.next
-            response = self._send(url, kept.etag if kept else None)
+            response = self._send(url)
             if response.status_code in _REDIRECTS and "Location" in response.headers:
                 url = self._follow(url, response.headers["Location"])
                 continue
-            if response.status_code == requests.codes.not_modified and kept:
-                self.unchanged += 1
-                return kept.body, kept.next
             self._raise_for(response, url)
-            return self._keep(url, response, keep)
+            return self._read(url, response)
         raise NoAnswerError(f"{url}: more than {_HOPS} redirects")
 
-    def _send(self, url: str, etag: str | None) -> requests.Response:
+    def _send(self, url: str) -> requests.Response:
         if self._closed_until and datetime.now(timezone.utc) < self._closed_until:
             raise RateLimitError(self._closed_until)
-        headers = {"If-None-Match": etag} if etag else {}
         self.asked += 1
         try:
-            response = self._get(url, headers)
+            response = self._get(url)
         except requests.RequestException as error:
             cause = getattr(error.args[0], "reason", None) if error.args else None
             no_way = (requests.ConnectTimeout, requests.exceptions.ProxyError, requests.exceptions.SSLError)
@@ -198,11 +176,9 @@ class Client:
         self._note_budget(response)
         return response
 
-    def _get(self, url: str, headers: dict[str, str]) -> requests.Response:
+    def _get(self, url: str) -> requests.Response:
         for tried in itertools.count():
-            response = self._session.get(
-                url, headers=headers, timeout=self._timeout, allow_redirects=False, proxies=self._proxies
-            )
+            response = self._session.get(url, timeout=self._timeout, allow_redirects=False, proxies=self._proxies)
             if response.status_code not in _BROKEN or tried == _TRIES:
                 break
             time.sleep(self._backoff * 2 ** (tried - 1) if tried else 0)
@@ -240,16 +216,13 @@ class Client:
             case status:
                 raise NoAnswerError(f"{url}: the host answered {status} {response.reason}".rstrip())
 
-    def _keep(self, url: str, response: requests.Response, keep: Sequence[str]) -> tuple[Any, str | None]:
+    def _read(self, url: str, response: requests.Response) -> tuple[Any, str | None]:
         try:
             data = response.json()
-            body = [_reduced(each, keep) for each in data] if isinstance(data, list) else _reduced(data, keep)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise NoAnswerError(f"{url}: the answer is not the JSON that it should be") from error
         following = response.links.get("next", {}).get("url")
-        following = self._follow(url, following) if following else None
-        self._cache.keep(CacheEntry(url, response.headers.get("ETag"), following, body))
-        return body, following
+        return data, self._follow(url, following) if following else None
 
 
 def _authorization(token: str | None) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
@@ -260,12 +233,6 @@ def _authorization(token: str | None) -> Callable[[requests.PreparedRequest], re
         return request
 
     return add
-
-
-def _reduced(data: Any, keep: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise TypeError("no object")
-    return {name: data.get(name) for name in keep}
 
 
 def _limited(response: requests.Response) -> bool:

@@ -17,11 +17,6 @@ from megacpp_overlays.upkeep.sweep.threads import API, CLOSED, DRAFT, ISSUE, MER
 if TYPE_CHECKING:
     from megacpp_overlays.upkeep.sweep.github import Client
 
-_COMMON = ("number", "html_url", "state", "draft", "created_at", "closed_at")
-_ISSUE_FIELDS = (*_COMMON, "state_reason", "pull_request")
-_PULL_FIELDS = (*_COMMON, "merged_at", "merge_commit_sha", "base")
-_RELEASE_FIELDS = ("tag_name", "published_at", "prerelease", "draft")
-
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -55,16 +50,16 @@ def ask(client: Client, repository: str, number: int, saved: Answer | None, toda
     where = f"{repository}#{number}"
     if saved is not None and saved.kind == PULL:
         try:
-            pull = client.get(f"/repos/{repository}/pulls/{number}", _PULL_FIELDS)
+            pull = client.get(f"/repos/{repository}/pulls/{number}")
         except GoneError:
             pull = None  # it may be an issue after all
     else:
         pull = None
     if pull is None:
-        issue = client.get(f"/repos/{repository}/issues/{number}", _ISSUE_FIELDS)
-        if not issue["pull_request"]:
+        issue = client.get(f"/repos/{repository}/issues/{number}")
+        if not issue.get("pull_request"):
             return _asked(where, issue, saved, today)
-        pull = client.get(f"/repos/{repository}/pulls/{number}", _PULL_FIELDS)
+        pull = client.get(f"/repos/{repository}/pulls/{number}")
     return _asked(where, pull, saved, today)
 
 
@@ -79,7 +74,7 @@ def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date
     repository, number = where.split("#")
     kind = PULL if "base" in data else ISSUE
     merged, base = _day(data.get("merged_at")), data.get("base")
-    state = MERGED if merged else DRAFT if data["draft"] and data["state"] == OPEN else data["state"]
+    state = MERGED if merged else DRAFT if data.get("draft") and data["state"] == OPEN else data["state"]
     if state not in {OPEN, DRAFT, CLOSED, MERGED}:
         raise ValueError(f"state {state!r}")
     reason = data.get("state_reason") if state == CLOSED else None
@@ -176,10 +171,10 @@ class ReleaseSearch:
         if known and known[0] <= day:
             return known[1]
         found: list[PublishedRelease] = []
-        for page in self._client.pages(f"/repos/{repository}/releases?per_page=100", _RELEASE_FIELDS):
+        for page in self._client.pages(f"/repos/{repository}/releases?per_page=100"):
             try:
                 on_page = [_release(each) for each in page if not each["draft"]]
-            except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise NoAnswerError(f"{repository}: a release lacks what it should have: {error}") from error
             found += on_page
             if on_page and max(each.published for each in on_page) < day:
@@ -190,7 +185,7 @@ class ReleaseSearch:
 
     def _contains(self, repository: str, commit: str, release: PublishedRelease) -> bool:
         path = f"/repos/{repository}/compare/{commit}...{quote(release.tag, safe='')}?per_page=1"
-        status = self._client.get(path, ("status",), lasting=True)["status"]
+        status = self._client.get(path).get("status")
         if status not in ("ahead", "identical", "behind", "diverged"):
             raise NoAnswerError(f"{repository}: {commit[:12]} against {release.tag}: status {status!r}")
         return status in ("ahead", "identical")

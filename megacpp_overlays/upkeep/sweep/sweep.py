@@ -160,7 +160,7 @@ def from_host(
     Releases that an earlier sweep did not get to come first, then states, then the releases of what those say is
     merged. The thread that was not asked about for longest is the first of its kind, and one that the host answered
     today is not asked for again. So where the budget of requests ends early, the next sweep goes on from there if the
-    answers were saved: a release that was compared need not be compared again.
+    answers were saved.
 
     Raises:
         RefusedError: the host does not take the token.
