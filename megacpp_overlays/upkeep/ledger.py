@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader.probing import examine, examine_installed
@@ -48,10 +48,13 @@ def link(overlay: Erratum) -> str:
 
 def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[RetiredOverlay] | None = None) -> str:
     """Return how a ledger file differs from the declarations, as a diff; empty when it is in step."""
+    return "\n".join(text_difference(path, render(overlays, path, retired), "declarations"))
+
+
+def text_difference(path: Path, expected: str, source: str) -> Iterator[str]:
+    """Return the lines of a diff from a generated file, which need not be there, to what its source says."""
     current = path.read_text() if path.exists() else ""
-    expected = render(overlays, path, retired)
-    lines = difflib.unified_diff(current.splitlines(), expected.splitlines(), str(path), "declarations", lineterm="")
-    return "\n".join(lines)
+    return difflib.unified_diff(current.splitlines(), expected.splitlines(), str(path), source, lineterm="")
 
 
 def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None) -> list[Erratum]:

@@ -7,7 +7,6 @@ page can promise an option that is gone.
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import itertools
 import json
@@ -50,12 +49,9 @@ class Releases(NamedTuple):
 
 def difference(pages: Mapping[str, str], folder: Path) -> str:
     """Return how the pages of a folder differ from what the code says, as a diff; empty when they are in step."""
-    lines: list[str] = []
-    for name, text in pages.items():
-        path = folder / name
-        current = path.read_text() if path.exists() else ""
-        lines += difflib.unified_diff(current.splitlines(), text.splitlines(), str(path), "code", lineterm="")
-    return "\n".join(lines)
+    return "\n".join(
+        line for name, text in pages.items() for line in ledger.text_difference(folder / name, text, "code")
+    )
 
 
 def commands_page(parsers: Mapping[str, argparse.ArgumentParser], codes: Sequence[tuple[int, str]]) -> str:

@@ -33,7 +33,7 @@ from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, PartDecisi
 from megacpp_overlays.upkeep.triage import outcomes, triage, triage_report
 from megacpp_overlays.upkeep.triage.facts import Facts, shown
 from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
-from megacpp_overlays.upkeep.triage.preview import ExpectedOutcome, expect
+from megacpp_overlays.upkeep.triage.preview import expect
 
 B, F, A, U = Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT, Verdict.UNRECOGNISED
 REPRODUCED, VALIDATED, NOT_PRESENT, BLOCKED, FAILED = (
@@ -735,29 +735,29 @@ def provable(report: ProbeReport) -> ProbeReport:
 @pytest.mark.parametrize(
     ("before", "after", "expected", "says"),
     [
-        (probed(B), probed(B), ExpectedOutcome.KEEP, "still broken"),
-        (probed(A), probed(B), ExpectedOutcome.KEEP, "broken from here on"),
-        (probed(F), probed(B), ExpectedOutcome.KEEP, "broken from here on"),
-        (probed(B), probed(F), ExpectedOutcome.RETIRE, "upstream repaired it: seen 0"),
-        (probed(B), probed(F, A), ExpectedOutcome.RETIRE, "upstream repaired it"),
-        (probed(F), probed(A), ExpectedOutcome.RETIRE, "its target is gone"),
-        (probed(A), probed(A), ExpectedOutcome.ABSENT, "seen 0"),
-        (probed(B), probed(A, version=None), ExpectedOutcome.ABSENT, "seen 0"),
-        (probed(B), probed(A), ExpectedOutcome.CONFLICT, "it was broken and is gone: made.m0: seen 0"),
-        (probed(B, A), probed(A, B), ExpectedOutcome.KEEP, "still broken"),
-        (probed(B, B), probed(A, B), ExpectedOutcome.CONFLICT, "it was broken and is gone: made.m0"),
+        (probed(B), probed(B), UpgradeOutcome.KEEP, "still broken"),
+        (probed(A), probed(B), UpgradeOutcome.KEEP, "broken from here on"),
+        (probed(F), probed(B), UpgradeOutcome.KEEP, "broken from here on"),
+        (probed(B), probed(F), UpgradeOutcome.RETIRE, "upstream repaired it: seen 0"),
+        (probed(B), probed(F, A), UpgradeOutcome.RETIRE, "upstream repaired it"),
+        (probed(F), probed(A), UpgradeOutcome.RETIRE, "its target is gone"),
+        (probed(A), probed(A), UpgradeOutcome.ABSENT, "seen 0"),
+        (probed(B), probed(A, version=None), UpgradeOutcome.ABSENT, "seen 0"),
+        (probed(B), probed(A), UpgradeOutcome.CONFLICT, "it was broken and is gone: made.m0: seen 0"),
+        (probed(B, A), probed(A, B), UpgradeOutcome.KEEP, "still broken"),
+        (probed(B, B), probed(A, B), UpgradeOutcome.CONFLICT, "it was broken and is gone: made.m0"),
         (
             probed(B),
             probed(B, seams=False),
-            ExpectedOutcome.CONFLICT,
+            UpgradeOutcome.CONFLICT,
             "no seam for its shape: made.m0: nobody needs it",
         ),
-        (probed(B), probed(U), ExpectedOutcome.CONFLICT, "no seam can be placed: made.m0: seen 0"),
-        (probed(B, B), provable(probed(U, B)), ExpectedOutcome.WITNESS, "not recognised: made.m0"),
+        (probed(B), probed(U), UpgradeOutcome.CONFLICT, "no seam can be placed: made.m0: seen 0"),
+        (probed(B, B), provable(probed(U, B)), UpgradeOutcome.WITNESS, "not recognised: made.m0"),
     ],
 )
 def test_what_is_expected_follows_from_what_the_probes_say(
-    before: ProbeReport, after: ProbeReport, expected: ExpectedOutcome, says: str
+    before: ProbeReport, after: ProbeReport, expected: UpgradeOutcome, says: str
 ) -> None:
     found, reason = expect(before, after)
 

@@ -21,6 +21,7 @@ from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, BesideTree, FileTree
 from megacpp_overlays.source.trees import CachedTree
+from megacpp_overlays.upkeep import ledger
 from megacpp_overlays.upkeep.finding_cache import FindingCache, closure, text_sha256
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partner
@@ -153,9 +154,6 @@ def choose(overlays: Sequence[Erratum], target: str | None) -> dict[str, list[Er
 
 def columns(overlays: Sequence[Erratum], beside: Mapping[str, Partner] = MappingProxyType({})) -> tuple[Column, ...]:
     """Return the columns for overlays in parts; see `table` for what they are beside."""
-    parts: dict[str, list[Erratum]] = {}
-    for overlay in overlays:
-        parts.setdefault(overlay.id, []).append(overlay)
     return tuple(
         Column(
             overlay=of_it[0].id,
@@ -169,7 +167,7 @@ def columns(overlays: Sequence[Erratum], beside: Mapping[str, Partner] = Mapping
             left_alone={shape: why for part in of_it for shape, why in part.unsupported.items()},
             probes=dict(sorted(_sources({part.probe.__module__ for part in of_it}).items())),
         )
-        for of_it in parts.values()
+        for of_it in ledger.by_id(overlays).values()
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.repro.judge import Conclusion, Sentinel
-from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, PartDecision, ProbeReport
+from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, PartDecision, ProbedPart, ProbeReport
 
 _PROOF = {
     Verdict.BROKEN: frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED}),
     Verdict.FIXED: frozenset({Sentinel.BUG_NOT_PRESENT}),
 }
 """What a case must say to show a verdict; it can show no other."""
+BROKEN = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
+"""Verdicts on code that is there, and that nothing shows to be right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +80,15 @@ def proof(verdict: Verdict, cases: Iterable[CaseEvidence], *, gate: bool = False
     """Return the cases that show that a verdict is true of the parts that they are about; a gate shows no fix."""
     needed = _PROOF.get(verdict, frozenset()) - ({Sentinel.FIX_VALIDATED} if gate else set())
     return tuple(each for each in cases if needed and each.sentinels >= needed)
+
+
+def verdicts(report: ProbeReport) -> Mapping[str, Verdict]:
+    """Return the verdict on each part by its target."""
+    return {part.target: part.verdict for part in report.parts}
+
+
+def gone(before: ProbeReport, after: ProbeReport) -> list[ProbedPart]:
+    """Return the parts that were broken, or not recognised, and are gone from a distribution that is still there."""
+    was = verdicts(before)
+    lost = (part for part in after.parts if part.verdict is Verdict.ABSENT and part.version is not None)
+    return [part for part in lost if was.get(part.target) in BROKEN]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro.judge import Sentinel
 from megacpp_overlays.upkeep.evidence import PartDecision, ProbeReport, uncovered
-from megacpp_overlays.upkeep.triage.facts import CaseEvidence, Facts, proof, shown
+from megacpp_overlays.upkeep.triage.facts import CaseEvidence, Facts, gone, proof, shown, verdicts
 
 _IN_PLACE = frozenset({Decision.ACTIVE, Decision.GATED})
 _OFFERED = frozenset({Decision.ACTIVE, Decision.DISABLED})
@@ -36,6 +36,8 @@ class UpgradeOutcome(enum.Enum):
     """What an upgrade does to a fix."""
 
     KEEP = "keep"
+    WITNESS = "witness"
+    """Of a preview alone: a reproducer has to decide."""
     CONFLICT = "conflict"
     RETIRE = "retire"
     ABSENT = "absent"
@@ -105,22 +107,21 @@ def _judge_absent(facts: Facts) -> Ruling:
 
 def _partly_gone(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
     """Return the conflict about broken parts that are gone while others are there, or None."""
-    before = {part.target: part.verdict for part in facts.before.parts}
+    before = verdicts(facts.before)
     moved = any(
         before.get(part.target, Verdict.ABSENT) is Verdict.ABSENT
         and not uncovered([part], proof(part.verdict, cases, gate=part.gate))
         for part in facts.after.parts
         if part.verdict is not Verdict.ABSENT
     )
-    gone = [
-        f"its target {part.target} was {was.value} and is gone: {part.evidence}"
-        for part in facts.after.parts
-        if part.verdict is Verdict.ABSENT and part.version is not None
-        if (was := before.get(part.target)) in {Verdict.BROKEN, Verdict.UNRECOGNISED}
-    ]
-    if facts.after.verdict is Verdict.ABSENT or moved or not gone:
+    lost = gone(facts.before, facts.after)
+    if facts.after.verdict is Verdict.ABSENT or moved or not lost:
         return None
-    return _gone("; ".join(gone))
+    return _gone(
+        "; ".join(
+            f"its target {each.target} was {before[each.target].value} and is gone: {each.evidence}" for each in lost
+        )
+    )
 
 
 def _gone(reason: str) -> Ruling:

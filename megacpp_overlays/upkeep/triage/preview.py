@@ -12,24 +12,15 @@ It takes seconds and proves nothing; `triage` without `--quick` runs the reprodu
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacpp_overlays.model import Erratum, Verdict
-from megacpp_overlays.upkeep import evidence
+from megacpp_overlays.upkeep import evidence, ledger
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.evidence import ProbedPart, ProbeReport
-
-
-class ExpectedOutcome(enum.Enum):
-    """The outcome that a triage would have if every reproducer agreed with the probes."""
-
-    KEEP = "keep"
-    WITNESS = "witness"
-    CONFLICT = "conflict"
-    RETIRE = "retire"
-    ABSENT = "absent"
+from megacpp_overlays.upkeep.triage.facts import BROKEN, gone, verdicts
+from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +31,7 @@ class OverlayPreview:
     """The first of its parts."""
     before: ProbeReport
     after: ProbeReport
-    expected: ExpectedOutcome
+    expected: UpgradeOutcome
     reason: str
 
 
@@ -55,50 +46,44 @@ def preview(before: Environment, after: Environment, overlays: Sequence[Erratum]
     Raises:
         UpkeepError: this package does not run in one of the environments, or knows other overlays there.
     """
-    firsts = {overlay.id: overlay for overlay in reversed(overlays)}
+    firsts = {name: parts[0] for name, parts in ledger.by_id(overlays).items()}
     here, there = (evidence.probe_all(each, firsts) for each in (before, after))
     found = []
-    for name in dict.fromkeys(overlay.id for overlay in overlays):
+    for name, overlay in firsts.items():
         expected, reason = expect(here[name], there[name])
         found.append(
-            OverlayPreview(overlay=firsts[name], before=here[name], after=there[name], expected=expected, reason=reason)
+            OverlayPreview(overlay=overlay, before=here[name], after=there[name], expected=expected, reason=reason)
         )
     return tuple(found)
 
 
-def expect(before: ProbeReport, after: ProbeReport) -> tuple[ExpectedOutcome, str]:
+def expect(before: ProbeReport, after: ProbeReport) -> tuple[UpgradeOutcome, str]:
     """Return what is expected of an overlay, and why."""
     unknown = [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]
     if unproved := [part for part in unknown if part.can_be_proved]:
-        return ExpectedOutcome.WITNESS, f"not recognised: {_modules(unproved)}"
+        return UpgradeOutcome.WITNESS, f"not recognised: {_modules(unproved)}"
     if unknown:
-        return ExpectedOutcome.CONFLICT, f"not recognised, and no seam can be placed: {_seen(unknown)}"
+        return UpgradeOutcome.CONFLICT, f"not recognised, and no seam can be placed: {_seen(unknown)}"
     if bare := [part for part in after.parts if part.verdict is Verdict.BROKEN and not part.has_seams]:
-        return ExpectedOutcome.CONFLICT, f"no seam for its shape: {_seen(bare)}"
+        return UpgradeOutcome.CONFLICT, f"no seam for its shape: {_seen(bare)}"
     if gone := _gone(before, after):
-        return ExpectedOutcome.CONFLICT, f"it was broken and is gone: {_seen(gone)}"
+        return UpgradeOutcome.CONFLICT, f"it was broken and is gone: {_seen(gone)}"
     match after.verdict:
         case Verdict.FIXED:
-            return ExpectedOutcome.RETIRE, f"upstream repaired it: {after.evidence}"
+            return UpgradeOutcome.RETIRE, f"upstream repaired it: {after.evidence}"
         case Verdict.ABSENT if before.verdict is Verdict.FIXED and any(after.versions.values()):
-            return ExpectedOutcome.RETIRE, f"upstream had repaired it, and its target is gone: {after.evidence}"
+            return UpgradeOutcome.RETIRE, f"upstream had repaired it, and its target is gone: {after.evidence}"
         case Verdict.ABSENT:
-            return ExpectedOutcome.ABSENT, after.evidence
+            return UpgradeOutcome.ABSENT, after.evidence
     was_right = before.verdict in {Verdict.ABSENT, Verdict.FIXED}
-    return ExpectedOutcome.KEEP, "broken from here on" if was_right else "still broken"
+    return UpgradeOutcome.KEEP, "broken from here on" if was_right else "still broken"
 
 
 def _gone(before: ProbeReport, after: ProbeReport) -> list[ProbedPart]:
-    """Return the parts that were broken and are gone from a distribution that is still there, unless a new part is broken."""
-    was = {part.target: part.verdict for part in before.parts}
-    broken = {Verdict.BROKEN, Verdict.UNRECOGNISED}
-    if any(part.verdict in broken and was.get(part.target, Verdict.ABSENT) is Verdict.ABSENT for part in after.parts):
-        return []  # the code was moved, and is recognised in its new place
-    return [
-        part
-        for part in after.parts
-        if part.verdict is Verdict.ABSENT and part.version is not None and was.get(part.target) in broken
-    ]
+    """Return the broken parts that are gone, unless a new part is broken: the code was moved, and is recognised there."""
+    was = verdicts(before)
+    new = (part for part in after.parts if was.get(part.target, Verdict.ABSENT) is Verdict.ABSENT)
+    return [] if any(part.verdict in BROKEN for part in new) else gone(before, after)
 
 
 def _modules(parts: Sequence[ProbedPart]) -> str:

@@ -18,15 +18,16 @@ from megacpp_overlays.upkeep.evidence import ProbedPart, ProbeReport
 from megacpp_overlays.upkeep.locks import same_version
 from megacpp_overlays.upkeep.matrix import matrix_file
 from megacpp_overlays.upkeep.matrix.matrix import Row, Table
-from megacpp_overlays.upkeep.triage.preview import ExpectedOutcome, OverlayPreview, expect
+from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
+from megacpp_overlays.upkeep.triage.preview import OverlayPreview, expect
 from megacpp_overlays.upkeep.triage.triage import VersionChange
 
 _ORDER = (
-    ExpectedOutcome.CONFLICT,
-    ExpectedOutcome.WITNESS,
-    ExpectedOutcome.RETIRE,
-    ExpectedOutcome.KEEP,
-    ExpectedOutcome.ABSENT,
+    UpgradeOutcome.CONFLICT,
+    UpgradeOutcome.WITNESS,
+    UpgradeOutcome.RETIRE,
+    UpgradeOutcome.KEEP,
+    UpgradeOutcome.ABSENT,
 )
 """Order of outcomes in a preview: those that need a person first."""
 
@@ -87,10 +88,10 @@ def preview(packs: Path, changes: Sequence[VersionChange], overlays: Sequence[Er
             here, there = (_report(parts, row, change.distribution) for row in (before, after))
             expected, reason = expect(here, there)
             overlay = next(iter(parts.values()))
-            if expected is ExpectedOutcome.KEEP and here.verdict is not Verdict.BROKEN:
+            if expected is UpgradeOutcome.KEEP and here.verdict is not Verdict.BROKEN:
                 reason = f"{reason}: {overlay.breaks}"
             elif there.verdict is Verdict.ABSENT:  # which is known of that release: no seam has lost its place
-                expected, reason = ExpectedOutcome.ABSENT, there.evidence
+                expected, reason = UpgradeOutcome.ABSENT, there.evidence
             found.append(OverlayPreview(overlay=overlay, before=here, after=there, expected=expected, reason=reason))
     return tuple(sorted(found, key=lambda each: _ORDER.index(each.expected)))
 

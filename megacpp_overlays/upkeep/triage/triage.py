@@ -13,7 +13,7 @@ from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.repro.progress import Progress
-from megacpp_overlays.upkeep import evidence
+from megacpp_overlays.upkeep import evidence, ledger
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.evidence import CaseResult, PartDecision, ProbeReport
 from megacpp_overlays.upkeep.locks import Lock
@@ -87,15 +87,13 @@ def triage(
         UpkeepError: this package does not run in one of the environments, or knows other overlays there.
         ManifestError: the manifest of the packs cannot be read.
     """
-    firsts = {overlay.id: overlay for overlay in reversed(overlays)}
+    firsts = {id: parts[0] for id, parts in ledger.by_id(overlays).items()}
     here = _probe(before, firsts, how)
     there = _with_witnesses(after, _probe(after, firsts, how), firsts, how)
     decided = _pre_flight(after, how) if any(there[id].verdict is Verdict.BROKEN for id in firsts) else "not asked"
     triaged = []
-    ids = tuple(dict.fromkeys(overlay.id for overlay in overlays))
-    progress = Progress(len(ids))
-    for id in ids:
-        overlay = firsts[id]
+    progress = Progress(len(firsts))
+    for id, overlay in firsts.items():
         parts = decided if isinstance(decided, str) else decided.get(id, ())
         facts = _facts((before, after), overlay, here[id], there[id], parts, how)
         triaged.append(OverlayTriage(overlay=overlay, facts=facts, ruling=judge(facts)))

@@ -14,7 +14,7 @@ from megacpp_overlays.upkeep.evidence import PartDecision, ProbeReport
 from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.triage.facts import CaseEvidence, shown
 from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
-from megacpp_overlays.upkeep.triage.preview import ExpectedOutcome, OverlayPreview
+from megacpp_overlays.upkeep.triage.preview import OverlayPreview
 from megacpp_overlays.upkeep.triage.triage import OverlayTriage, VersionChange
 
 SCHEMA = 1
@@ -52,15 +52,15 @@ def table(triaged: Sequence[OverlayTriage], *, brief: bool = False) -> str:
 
 def preview_table(previewed: Sequence[OverlayPreview]) -> str:
     """Return a row for each overlay that there is something about, and lines that say what to do next."""
-    shown_here = [each for each in previewed if each.expected is not ExpectedOutcome.ABSENT]
+    shown_here = [each for each in previewed if each.expected is not UpgradeOutcome.ABSENT]
     return "\n".join([*_previews(shown_here), "", *_counted(previewed, "No reproducer ran; without --quick they do.")])
 
 
 def move_table(previewed: Sequence[OverlayPreview]) -> str:
     """Return a row for each overlay for which a move to releases changes something, and lines for the others and what to do next."""
-    same = [each for each in previewed if each.expected is ExpectedOutcome.KEEP and not _is_news(each)]
+    same = [each for each in previewed if each.expected is UpgradeOutcome.KEEP and not _is_news(each)]
     gone = [
-        each for each in previewed if each.expected is ExpectedOutcome.ABSENT and each.before.verdict is Verdict.BROKEN
+        each for each in previewed if each.expected is UpgradeOutcome.ABSENT and each.before.verdict is Verdict.BROKEN
     ]
     news = [each for each in previewed if _is_news(each)]
     lines = _previews(news) if news else ["no overlay is needed anew, and none can be retired"]
@@ -82,16 +82,16 @@ def _previews(previewed: Sequence[OverlayPreview]) -> list[str]:
 
 def _is_news(each: OverlayPreview) -> bool:
     """Return whether an upgrade changes something for an overlay."""
-    if each.expected is ExpectedOutcome.KEEP:
+    if each.expected is UpgradeOutcome.KEEP:
         return each.before.verdict in {Verdict.ABSENT, Verdict.FIXED}
-    return each.expected is not ExpectedOutcome.ABSENT
+    return each.expected is not UpgradeOutcome.ABSENT
 
 
 def _counted(previewed: Sequence[OverlayPreview], rests_on: str) -> list[str]:
     """Return how many are expected to be what, what that rests on, and what to do next."""
     count = Counter(each.expected for each in previewed)
-    lines = [f"{', '.join(f'{count[each]} {each.value}' for each in ExpectedOutcome if count[each])}. {rests_on}"]
-    if count[ExpectedOutcome.WITNESS]:
+    lines = [f"{', '.join(f'{count[each]} {each.value}' for each in UpgradeOutcome if count[each])}. {rests_on}"]
+    if count[UpgradeOutcome.WITNESS]:
         lines.append("`megacpp-overlays witness` in the new environment decides what is not recognised.")
     return lines
 
@@ -116,7 +116,7 @@ def preview_as_dict(
 
 def is_nothing_expected(previewed: Sequence[OverlayPreview]) -> bool:
     """Return whether no overlay needs a person, or a reproducer, on the other side."""
-    return all(each.expected in {ExpectedOutcome.KEEP, ExpectedOutcome.ABSENT} for each in previewed)
+    return all(each.expected in {UpgradeOutcome.KEEP, UpgradeOutcome.ABSENT} for each in previewed)
 
 
 def summary(triaged: Sequence[OverlayTriage]) -> str:
