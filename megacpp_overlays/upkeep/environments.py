@@ -84,7 +84,7 @@ def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None) ->
     if not there:
         looked = ", ".join(map(str, places))
         raise LockError(f"{lock.path}: no environment holds this lock: there is no {looked}; {_way_out(lock)}")
-    compared = {place: _compare(lock, place) for place in there}
+    compared = {place: compare(lock, place) for place in there}
     for place, (applying, found) in compared.items():
         if not found:
             return Environment(applying, place)
@@ -96,13 +96,7 @@ def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None) ->
     )
 
 
-def differences(lock: Lock, python: Path) -> list[str]:
-    """Return how an environment differs from a lock, one line each; empty where it holds everything that is pinned."""
-    _, found = _compare(lock, python)
-    return found
-
-
-def _compare(lock: Lock, python: Path) -> tuple[Lock, list[str]]:
+def compare(lock: Lock, python: Path) -> tuple[Lock, list[str]]:
     """Return the lock with the pins that apply in an environment, and how the environment differs from it."""
     try:
         facts = _ask(python)

@@ -24,7 +24,7 @@ from megacpp_overlays.errors import LockError
 
 ANY = "any"
 """The platform of a lock for every platform; its Python is then the oldest that it is for."""
-_HEAD = re.compile(r"# (lane|python|platform|inputs): (\S+)")
+_HEAD = re.compile(r"# (lane|python|platform): (\S+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH = re.compile(r"\s--hash=(\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -53,8 +53,6 @@ class Lock:
     python: str | None
     """`3.12`, or None where the head does not say. The oldest one where the platform is `any`."""
     platform: str | None
-    inputs: str | None
-    """SHA-256 of what the lock was compiled from."""
     pins: Mapping[str, Pin]
     """By canonical name, those that apply where the lock is read, or in the environment that was asked for."""
     lines: tuple[tuple[int, Pin], ...]
@@ -100,7 +98,6 @@ def read(path: Path) -> Lock:
         lane=lane,
         python=head.get("python"),
         platform=head.get("platform"),
-        inputs=head.get("inputs"),
         pins=_applying(path, lines, {}),
         lines=lines,
     )

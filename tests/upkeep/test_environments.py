@@ -22,6 +22,11 @@ HASH = f"--hash=sha256:{'0' * 64}"
 INSTALLED = {name: importlib.metadata.version(name) for name in ("packaging", "wrapt", "pytest", "hypothesis")}
 
 
+def differences(lock: Lock, python: Path) -> list[str]:
+    """Return how an environment differs from a lock."""
+    return environments.compare(lock, python)[1]
+
+
 def write_lock(folder: Path, pins: dict[str, str], name: str = "here.txt", **head: str) -> Lock:
     lines = [f"# {key}: {value}" for key, value in head.items()]
     lines += [f"{distribution}=={version} {HASH}" for distribution, version in pins.items()]
@@ -69,7 +74,7 @@ def test_every_distribution_that_differs_is_named_and_no_other(
     pins = {**{name: "0.0.1" if name in other else version for name, version in INSTALLED.items()}}
     lock = write_lock(tmp_path, {**pins, **dict.fromkeys(missing, "1.0")})
 
-    found = environments.differences(lock, HERE)
+    found = differences(lock, HERE)
 
     assert sorted(found) == sorted(
         [f"{name} is {INSTALLED[name]}, not 0.0.1" for name in other]
@@ -101,7 +106,7 @@ def test_a_lock_for_linux_is_not_held_elsewhere(tmp_path: Path) -> None:
     facts += '"markers": {}}'
     python = write_interpreter(tmp_path / "python", f"echo '{facts}'")
 
-    assert environments.differences(lock, python) == [
+    assert differences(lock, python) == [
         "its system is darwin, not Linux",
         "packaging 1.0 is not installed",
     ]
@@ -116,7 +121,7 @@ def test_a_lock_for_any_platform_is_held_by_every_python_from_its_own_on(
 ) -> None:
     lock = write_lock(tmp_path, INSTALLED, python=oldest, platform="any")
 
-    assert environments.differences(lock, HERE) == found
+    assert differences(lock, HERE) == found
 
 
 @pytest.mark.parametrize(("python", "holds"), [("3.12.4+", True), ("3.10.0rc1", False), ("unknown", False)])
@@ -124,7 +129,7 @@ def test_a_python_between_two_releases_is_as_new_as_it_says(tmp_path: Path, pyth
     lock = write_lock(tmp_path, {"one": "1.0"}, python="3.10", platform="any")
     facts = f'{{"python": "{python}", "distributions": [["one", "1.0"]], "markers": {{}}}}'
 
-    found = environments.differences(lock, write_interpreter(tmp_path / "python", f"echo '{facts}'"))
+    found = differences(lock, write_interpreter(tmp_path / "python", f"echo '{facts}'"))
 
     assert found == ([] if holds else [f"its Python is {python}, older than 3.10"])
 
@@ -155,8 +160,8 @@ def test_what_is_pinned_twice_there_is_a_difference_there_alone(tmp_path: Path) 
     lock.path.write_text(f"one==1.0 {HASH}\none==2.0 ; sys_platform == 'win32' {HASH}\n")
     lock = locks.read(lock.path)
 
-    assert environments.differences(lock, answer(tmp_path / "here", "1.0", {"sys_platform": "linux"})) == []
-    assert environments.differences(lock, answer(tmp_path / "there", "1.0", {"sys_platform": "win32"})) == [
+    assert differences(lock, answer(tmp_path / "here", "1.0", {"sys_platform": "linux"})) == []
+    assert differences(lock, answer(tmp_path / "there", "1.0", {"sys_platform": "win32"})) == [
         f"{lock.path}:2: one is pinned twice"
     ]
 
@@ -168,7 +173,7 @@ def test_an_interpreter_says_the_markers_that_packaging_would(tmp_path: Path) ->
     lock.path.write_text("\n".join([f"one==1.0 {HASH}", *lines, ""]))
     elsewhere = locks.read(lock.path).within(dict.fromkeys(said, "0"))
 
-    found = environments.differences(elsewhere, HERE)
+    found = differences(elsewhere, HERE)
 
     assert set(elsewhere.pins) == {"one"}
     assert len(found) == 1 + len(said)  # every one applies here, and none of them is installed
@@ -179,7 +184,7 @@ def test_versions_that_no_standard_knows_are_compared_as_text(tmp_path: Path) ->
     facts = '{"python": "3.12.1", "distributions": [["Old_One", "2004d-final"]], "markers": {}}'
     python = write_interpreter(tmp_path / "python", f"echo '{facts}'")
 
-    assert environments.differences(lock, python) == ["old-one is 2004d-final, not 1.0"]
+    assert differences(lock, python) == ["old-one is 2004d-final, not 1.0"]
 
 
 def test_many_differences_are_counted(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,10 @@ from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Thread
 from megacpp_overlays.upkeep.sweep import sweep, sweep_report, threads, waiting
 from megacpp_overlays.upkeep.sweep.github import Client
-from megacpp_overlays.upkeep.sweep.sweep import as_of, changes, landed, news
+from megacpp_overlays.upkeep.sweep.sweep import as_of, landed, news
 from megacpp_overlays.upkeep.sweep.threads import Answer
 
 COMMIT = "a" * 40
-BOOKKEEPING = {"checked", "source", "releases_checked", "declared", "repository", "number"}
-FIELDS = [field.name for field in fields(Answer) if field.name not in BOOKKEEPING]
-
-
-@settings(deadline=None)
-@given(answers, answers)
-def test_changes_are_exactly_the_fields_that_differ(before: Answer, after: Answer) -> None:
-    found = changes(before, after)
-
-    assert [change.field for change in found] == [
-        name for name in FIELDS if getattr(before, name) != getattr(after, name)
-    ]
-    assert replace(before, **{change.field: change.after for change in found}) == replace(
-        after, **{name: getattr(before, name) for name in BOOKKEEPING}
-    )
 
 
 @settings(deadline=None)
@@ -53,7 +38,6 @@ def test_changes_are_exactly_the_fields_that_differ(before: Answer, after: Answe
 def test_another_look_at_an_unchanged_thread_says_nothing_new(known: Answer, day: date, source: str) -> None:
     again = replace(known, checked=day, source=source, releases_checked=day)
 
-    assert changes(known, again) == ()
     assert news(known, again) is None
     assert not landed(known, again)
 

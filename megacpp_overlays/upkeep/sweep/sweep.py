@@ -6,9 +6,9 @@ Landing is no proof: a merge may repair another shape, or half of one. It says w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megacpp_overlays.upkeep.sweep.host_errors import HostError, UnreachableError
 from megacpp_overlays.upkeep.sweep.lookup import Lookup, ReleaseSearch, ask
@@ -18,24 +18,6 @@ from megacpp_overlays.upkeep.sweep.waiting import ThreadMention, WatchedThread
 
 if TYPE_CHECKING:
     from megacpp_overlays.upkeep.sweep.github import Client
-
-_BOOKKEEPING = {"checked", "source", "releases_checked", "declared"}
-
-
-@dataclass(frozen=True, slots=True)
-class FieldChange:
-    """One field that is not what it was."""
-
-    field: str
-    before: Any
-    after: Any
-
-
-def changes(before: Answer | None, after: Answer) -> tuple[FieldChange, ...]:
-    """Return the fields in which two answers of one thread differ, other than when and where they are from."""
-    names = [field.name for field in fields(Answer) if field.name not in {"repository", "number", *_BOOKKEEPING}]
-    pairs = [(name, getattr(before, name) if before else None, getattr(after, name)) for name in names]
-    return tuple(FieldChange(name, old, new) for name, old, new in pairs if old != new)
 
 
 def landed(before: Answer | None, after: Answer) -> bool:
