@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader.heap import HeapSnapshot, loaded_modules
-from megacpp_overlays.loader.seams import Note, Owner, Seam, namespace, owner_name, raw_attribute, unnoted
+from megacpp_overlays.loader.live_names import LiveName, Owner, namespace, owner_name
+from megacpp_overlays.loader.seams import Note, Seam, unnoted
 from megacpp_overlays.runtime.seam_marks import Mark, mark_of, plain_function
 
 _FROZEN_BY_PYTHON = 10_000
@@ -125,25 +126,21 @@ def _assign(alias: Seam, value: Any) -> None:
         raise SeamError(f"{alias} holds the other function and cannot be assigned: {error!r}") from error
 
 
-def is_held_elsewhere(owner: Owner, name: str) -> bool:
+def is_held_elsewhere(live: LiveName) -> bool:
     """Return whether anything beside its own name holds a function: a count of references, and no walk."""
-    raw, inherited = raw_attribute(owner, name)
-    if inherited:
+    if live.inherited:
         return False
+    raw = live.own
     kind = type(raw) if isinstance(raw, staticmethod | classmethod | property) else None
-    alone = type("Alone", (), {name: kind(_template()) if kind else _template()})
     del raw  # it would count
-    return _references(owner, name) > _references(alone, name)
+    alone = type("Alone", (), {live.name: kind(_template()) if kind else _template()})
+    return sys.getrefcount(live.function) > sys.getrefcount(LiveName(alone, live.name).function)
 
 
 def _template() -> Any:
     def function() -> None: ...
 
     return function
-
-
-def _references(owner: Owner, name: str) -> int:
-    return sys.getrefcount(plain_function(namespace(owner)[name]))
 
 
 def _names_of(raw: object, function: object, owners: Sequence[Owner]) -> Iterator[tuple[Owner, str, Any]]:

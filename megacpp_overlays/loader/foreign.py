@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Mapping
-from types import FunctionType, ModuleType
+from collections.abc import Iterable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.import_hooks import is_half_imported
+from megacpp_overlays.loader.live_names import NOTHING, attributes, follow, is_class, is_module
 from megacpp_overlays.loader.ownership import layers, same_file
 from megacpp_overlays.model import Finding, Reading, ReadingKind
 from megacpp_overlays.runtime.in_this_thread import upstream_of
 from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of, plain_function
 from megacpp_overlays.source.trees import InstalledTree, readable
-
-_NOTHING = object()
 
 
 class ForeignDefinition(NamedTuple):
@@ -68,10 +67,10 @@ def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
     if module is None:
         return None
     raw = _attribute(module, first.symbol)
-    if raw is _NOTHING:
-        if _namespace(module).get(first.symbol.partition(".")[0], _NOTHING) is _NOTHING:
+    if raw is NOTHING:
+        if attributes(module).get(first.symbol.partition(".")[0], NOTHING) is NOTHING:
             return None  # upstream defines it below `try` or `if`; a call of it raises
-        is_complete = issubclass(type(module), ModuleType) and not is_half_imported(module)
+        is_complete = is_module(module) and not is_half_imported(module)
         return ForeignDefinition(str(first), "not there", "nothing") if is_complete else None
     if any(_is_as_read(raw, reading, module) for reading in readings) or (raw is None and _is_optional(first)):
         return None
@@ -101,21 +100,9 @@ def _set_to_none(node: ast.AST) -> list[ast.expr]:
 
 
 def _attribute(module: Any, symbol: str) -> Any:
-    """Return the raw attribute at a dotted name in a module, without inherited ones."""
-    owner = module
-    *path, name = symbol.split(".")
-    for part in path:
-        owner = _namespace(owner).get(part, _NOTHING)
-        if not issubclass(type(owner), type):
-            return owner  # the class is missing, or another object is in its place
-    return upstream_of(_namespace(owner).get(name, _NOTHING))
-
-
-def _namespace(owner: Any) -> Mapping[str, Any]:
-    try:
-        return seams.namespace(owner)
-    except Exception:  # noqa: BLE001 - a third-party object in the place of a module; attribute access may raise
-        return {}
+    """Return the raw attribute at a dotted name in a module without inherited ones, or the object in place of a class."""
+    found = follow(module, symbol)
+    return upstream_of(found.own) if found.is_complete else found.own
 
 
 def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
@@ -126,7 +113,7 @@ def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
     raw = upstream_of(plain_function(raw))
     if (mark := mark_behind(raw)) is not None:
         raw = mark.original
-    file = _namespace(module).get("__file__")
+    file = attributes(module).get("__file__")
     for live in layers(raw, reading.wrappers):
         # By type: the proxy of another library's patch answers with the code of the function that it wraps.
         if type(live) is FunctionType:
@@ -139,14 +126,14 @@ def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
 def _is_class(raw: Any, reading: Reading) -> bool:
     if type(raw).__module__ == "unittest.mock":
         return True  # upstream's own: the base of the class is a mock where an optional library is missing
-    return issubclass(type(raw), type) and (raw.__module__, raw.__qualname__) == (reading.module, reading.symbol)
+    return is_class(raw) and (raw.__module__, raw.__qualname__) == (reading.module, reading.symbol)
 
 
 def _is_as_imported(raw: Any, reading: Reading) -> bool:
     """Return whether an imported name leads to the attribute of its origin, to a seam, or to upstream's own code."""
     origin, _, name = reading.origin.partition(":")
-    given = upstream_of(_namespace(sys.modules.get(origin)).get(name, _NOTHING))
-    if given is _NOTHING or given is raw or not _is_code(given):
+    given = upstream_of(attributes(sys.modules.get(origin)).get(name, NOTHING))
+    if given is NOTHING or given is raw or not _is_code(given):
         return True  # not loaded, the same, or a value that its module may rebind
     if mark_of(raw) is not None or mark_of(given) is not None:
         return True
@@ -168,4 +155,4 @@ def _is_defined_below(package: str, value: Any) -> bool:
 
 
 def _is_code(value: Any) -> bool:
-    return type(value) is FunctionType or issubclass(type(value), type)
+    return type(value) is FunctionType or is_class(value)

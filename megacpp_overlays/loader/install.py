@@ -16,10 +16,11 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import OverlayError, SeamError
-from megacpp_overlays.loader import aliases, known, ownership, reached, seams
+from megacpp_overlays.loader import aliases, known, live_names, ownership, reached, seams
 from megacpp_overlays.loader.aliases import MarkedName
 from megacpp_overlays.loader.heap import HeapSnapshot, others_were_loaded
 from megacpp_overlays.loader.import_hooks import unfinished_imports
+from megacpp_overlays.loader.live_names import LiveName
 from megacpp_overlays.loader.seams import Note, Seam
 from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Overlay, Replacement
@@ -89,17 +90,18 @@ def install(
     if sys.modules.get(overlay.target.module) is not module:
         raise RefusedError(f"{overlay.target.module} put something else in its place in sys.modules")
     written = known.places(overlay, tree)
+    places: list[LiveName] = []
     for replacement in replacements:
         symbol = replacement.symbol
-        if (owner := ownership.foreign_owner(module, symbol, source, written.get(symbol))) is not None:
+        places.append(live_names.resolve(module, symbol))
+        if (owner := ownership.foreign_owner(places[-1], symbol, source, written.get(symbol))) is not None:
             raise RefusedError(owner)
-    places = [seams.resolve(module, replacement.symbol) for replacement in replacements]
-    ours = [seam_marks.mark_behind(seams.raw_attribute(*place)[0]) is not None for place in places]
+    ours = [place.mark is not None for place in places]
     if not any(ours):
         _ask_witness(overlay, module)
-    deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
+    deep = late or any(map(aliases.is_held_elsewhere, places))
     # References are counted of what its own place holds; nobody can take one before this import is over.
-    is_known_elsewhere = deep or any(ours) or any(seams.raw_attribute(*place)[1] for place in places)
+    is_known_elsewhere = deep or any(ours) or any(place.inherited for place in places)
     loaded = set(sys.modules)
     placed: list[Seam] = []
     rebound: list[Seam] = []
@@ -111,8 +113,8 @@ def install(
 
     with contextlib.nullcontext() if all(ours) else dynamo.changing(graphs, dropped=dropped):
         try:
-            for replacement in replacements:
-                _place(overlay, replacement, module, keep, signature=signature)
+            for place, replacement in zip(places, replacements, strict=True):
+                _place(overlay, place, replacement, module, keep, signature=signature)
             # What is adopted was verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
             if is_known_elsewhere or others_were_loaded(loaded):  # the seams may have imported what takes an original
@@ -145,9 +147,9 @@ def _self_test(overlay: Overlay, module: ModuleType) -> None:
         raise RefusedError(f"the self-test failed after installing: {seen.seen}")
 
 
-def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note: Note, *, signature: bool) -> None:
-    owner, name = seams.resolve(module, replacement.symbol)
-
+def _place(
+    overlay: Overlay, place: LiveName, replacement: Replacement, module: ModuleType, note: Note, *, signature: bool
+) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         made = replacement.make(original, module)
         if signature and (lost := _not_taken(original, made)):
@@ -155,7 +157,7 @@ def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note:
             raise RefusedError(f"signature: upstream's {where} takes {', '.join(lost)}, and the seam does not")
         return made
 
-    seams.replace(owner, name, make, overlay_id=overlay.id, module=overlay.target.module, note=note)
+    seams.replace(*place, make, overlay_id=overlay.id, module=overlay.target.module, note=note)
 
 
 def _refuse_holders(placed: Sequence[Seam], heap: HeapSnapshot | None) -> None:
@@ -228,27 +230,25 @@ def take_out(overlay: Overlay, traces: Traces, names: Sequence[MarkedName] | Non
     """
     problems: list[str] = []
     kept: list[str] = []
-    for seam in reached.look(overlay).seams:
+    for seam in reached.resolve_symbols(overlay).seams:
         traces.note(seam)
-    for owner, name in traces.places():
-        where = f"{seams.owner_name(owner)}.{name}"
-        raw = seams.namespace(owner).get(name)
+    for place in traces.places():
+        raw = place.own
         mark = seam_marks.mark_behind(raw)
         if mark is not None and reached.is_ours(mark, overlay):
-            seam = aliases.as_found(owner, name, raw, mark)
-            problem = _problem_of(seam)
+            problem = _problem_of(aliases.as_found(*place, raw, mark))
         else:
-            problem = _taken_over(where, raw, traces)
+            problem = _taken_over(place, raw, traces)
         if problem:
             problems.append(problem)
-            kept.append(where)
+            kept.append(str(place))
         else:
-            traces.forget(owner, name)
+            traces.forget(place)
     problems += aliases.restore(functools.partial(reached.is_ours, overlay=overlay), names)
     return TakenOut(tuple(problems), tuple(kept))
 
 
-def _taken_over(where: str, raw: object, traces: Traces) -> str:
+def _taken_over(place: LiveName, raw: object, traces: Traces) -> str:
     """Return who holds a place where a seam was, if it is neither upstream nor empty."""
     function = seam_marks.plain_function(raw)
     if raw is None or any(function is each for each in traces.objects()):
@@ -256,4 +256,4 @@ def _taken_over(where: str, raw: object, traces: Traces) -> str:
     known = {each.__code__.co_filename for each in traces.objects() if isinstance(each, FunctionType)}
     if type(function) is FunctionType and function.__code__.co_filename in known:
         return ""  # upstream's own, from another execution
-    return f"{where} was replaced after us by {seams.describe(raw)}; not undone"
+    return f"{place} was replaced after us by {seams.describe(raw)}; not undone"

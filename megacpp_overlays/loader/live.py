@@ -18,9 +18,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from megacpp_overlays.errors import SeamError
-from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.import_hooks import is_half_imported
+from megacpp_overlays.loader.live_names import namespace, owner_name, resolve
 from megacpp_overlays.loader.ownership import layers, same_file
+from megacpp_overlays.loader.seams import describe
 from megacpp_overlays.model import Body, Erratum, Finding, Overlay
 from megacpp_overlays.runtime import seam_marks
 from megacpp_overlays.source.readings import wrappers
@@ -71,7 +72,7 @@ def _difference(body: Body, module: ModuleType, tree: SourceTree, *, complete: b
     if source is None:
         return f"{body.module} is loaded and has no source"
     for symbol in [body.symbol] if body.symbol else _definitions(source.syntax.body):
-        if not complete and symbol.partition(".")[0] not in seams.namespace(module):
+        if not complete and symbol.partition(".")[0] not in namespace(module):
             continue  # the module imports the target, and has not come to this line
         if (live := _other_than_read(module, symbol, source)) is not None:
             return live
@@ -98,7 +99,7 @@ def _other_than_read(module: ModuleType, symbol: str, source: ModuleSource) -> s
             return (
                 f"{source.name}.{symbol} as it is loaded has other defaults than what was read in {_at(source, node)}"
             )
-    what = "is not there" if raw is None else f"is {seams.describe(raw)}"
+    what = "is not there" if raw is None else f"is {describe(raw)}"
     return f"{source.name}.{symbol} as it is loaded {what}, which is not the code that was read in {_at(source, cls)}"
 
 
@@ -152,7 +153,7 @@ def _is_default(live: object, read: ast.expr) -> bool:
 def _another_class(module: ModuleType, symbol: str, node: ast.ClassDef, source: ModuleSource) -> str | None:
     live = _attribute(module, symbol)
     if not isinstance(live, type) or (live.__module__, live.__qualname__) != (source.name, symbol):
-        other = seams.owner_name(live) if isinstance(live, type) else repr(live)
+        other = owner_name(live) if isinstance(live, type) else repr(live)
         return f"{source.name}.{symbol} as it is loaded is {other}, which is not the class that was read in {_at(source, node)}"
     names = dict.fromkeys(_definitions(node.body))
     inside = (_other_than_read(module, f"{symbol}.{name}", source) for name in names)
@@ -162,10 +163,9 @@ def _another_class(module: ModuleType, symbol: str, node: ast.ClassDef, source: 
 def _attribute(module: ModuleType, symbol: str) -> Any:
     """Return what a class or module itself has under a name, None where it has nothing or inherits it."""
     try:
-        owner, name = seams.resolve(module, symbol)
+        return resolve(module, symbol).own
     except SeamError:
         return None
-    return seams.namespace(owner).get(name)
 
 
 def _another_import(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
@@ -177,11 +177,11 @@ def _another_import(module: ModuleType, symbol: str, source: ModuleSource) -> st
             if (alias.asname or alias.name) == symbol:
                 origin = _origin(module, statement)
                 there = sys.modules.get(origin)
-                live = seams.namespace(module).get(symbol)
-                if there is None or (given := seams.namespace(there).get(alias.name)) is live or _ours(given, live):
+                live = namespace(module).get(symbol)
+                if there is None or (given := namespace(there).get(alias.name)) is live or _ours(given, live):
                     return None
                 return (
-                    f"{source.name}.{symbol} as it is loaded is {seams.describe(live)}, "
+                    f"{source.name}.{symbol} as it is loaded is {describe(live)}, "
                     f"which is not the one of {origin} that was read"
                 )
     return f"{symbol} is not defined in {source.path}, where it was read"

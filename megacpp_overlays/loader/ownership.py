@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from megacpp_overlays.loader import seams
-from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.loader.live_names import LiveName
+from megacpp_overlays.loader.seams import describe
+from megacpp_overlays.runtime.seam_marks import plain_function
 from megacpp_overlays.source.readings import first_line, wrappers
 from megacpp_overlays.source.trees import ModuleSource
 
@@ -40,29 +41,26 @@ def place_of(source: ModuleSource, symbol: str) -> Place | None:
     return Place(first_line(node), wrappers(node))
 
 
-def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource, place: Place | None = None) -> str | None:
+def foreign_owner(live: LiveName, symbol: str, source: ModuleSource, place: Place | None = None) -> str | None:
     """Return who replaced a symbol since its module was written, or None when it is upstream's own.
 
     Our own seams count as upstream's own, wrapped or not: behind them is the original.
 
     Args:
-        module: as it is loaded.
-        symbol: a function or method in it.
+        live: what the symbol leads to.
+        symbol: a function or method of a module.
         source: of the module.
         place: where it is written, if that is known: the source is not parsed then.
     """
-    owner, name = seams.resolve(module, symbol)
-    raw, _ = seams.raw_attribute(owner, name)
-    if (mark := seam_marks.mark_behind(raw)) is not None:
-        raw = mark.original
+    raw = live.original
     place = place or place_of(source, symbol)
     if place is None:
-        return f"{symbol} is not in {source.path}, yet it is loaded: {seams.describe(raw)}"
-    for live in layers(raw, place.wrappers):
+        return f"{symbol} is not in {source.path}, yet it is loaded: {describe(raw)}"
+    for layer in layers(raw, place.wrappers):
         # By type: the proxy of somebody's patch answers with the code of what it wraps.
-        if type(live) is FunctionType and _is_at(live.__code__, place, source):
+        if type(layer) is FunctionType and _is_at(layer.__code__, place, source):
             return None
-    return f"{symbol} was replaced by {seams.describe(raw)}"
+    return f"{symbol} was replaced by {describe(raw)}"
 
 
 _INNER = ("__wrapped__", "fn", "func")
@@ -73,7 +71,7 @@ _BEHIND_ONE = "orig_func"
 
 def layers(raw: Any, wrappers: int) -> Iterator[Any]:
     """Yield what an attribute leads to: what is there, then what each of as many wrappers holds."""
-    live: Any = seam_marks.plain_function(raw)
+    live: Any = plain_function(raw)
     for _ in range(wrappers + 1):
         live = getattr(live, _BEHIND_ONE, live)
         yield live

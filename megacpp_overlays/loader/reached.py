@@ -1,4 +1,4 @@
-"""Ask the live process what the symbols of a target lead to now. Nothing that was remembered is believed.
+"""Resolve the symbols of an overlay in the running process, ignoring cached state.
 
 A few look-ups for each overlay: the target in `sys.modules`, the classes on the way, the attribute and the mark on it.
 Somebody may have replaced any of them since, executed the target again past every hook, or overridden a seam in a
@@ -11,18 +11,30 @@ import contextlib
 import dis
 import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader import known, ownership
-from megacpp_overlays.loader.seams import Owner, Seam, describe, identity, namespace, owner_name, raw_attribute, resolve
+from megacpp_overlays.loader.live_names import (
+    NOTHING,
+    Found,
+    LiveName,
+    Owner,
+    follow,
+    holder_of,
+    is_module,
+    namespace,
+    owner_name,
+    resolve,
+)
+from megacpp_overlays.loader.seams import Seam, describe, identity
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.runtime.seam_marks import Mark, mark_behind, mark_of, plain_function
 from megacpp_overlays.source.trees import CachedTree, InstalledTree, readable
 
 
-class Sight(NamedTuple):
+class ResolvedSymbols(NamedTuple):
     """What the symbols of one overlay lead to."""
 
     seams: tuple[Seam, ...] = ()
@@ -50,29 +62,32 @@ def symbols_of(overlay: Overlay, shape: str | None = None) -> list[str]:
     return list(dict.fromkeys(each.symbol for replacements in chosen for each in replacements))
 
 
-def owners(overlay: Overlay) -> Iterator[type]:
-    """Yield the classes that the symbols of an overlay lead to now."""
-    module: Any = sys.modules.get(overlay.target.module)
-    for symbol in symbols_of(overlay) if issubclass(type(module), ModuleType) else ():
-        with contextlib.suppress(SeamError):  # there is no such symbol in this release
-            owner: Any = resolve(module, symbol)[0]
-            if issubclass(type(owner), type):
-                yield owner
+def owners(overlay: Overlay) -> list[type]:
+    """Return the classes that the symbols of an overlay lead to now."""
+    return [each.owner for each in _live_names(overlay) if isinstance(each.owner, type)]
 
 
 def replaceable(overlay: Overlay) -> Iterator[object]:
     """Yield the functions that an overlay may replace, as its target has them now, and the descriptors around them."""
+    for each in _live_names(overlay):
+        original = each.original
+        yield original
+        if (function := plain_function(original)) is not original:
+            yield function
+
+
+def _live_names(overlay: Overlay) -> Iterator[LiveName]:
+    """Yield the live name of each symbol of an overlay that this release of its target has."""
     module: Any = sys.modules.get(overlay.target.module)
-    for symbol in symbols_of(overlay) if issubclass(type(module), ModuleType) else ():
-        with contextlib.suppress(SeamError):  # there is no such symbol in this release
-            raw = raw_attribute(*resolve(module, symbol))[0]
-            mark = mark_behind(raw)
-            original = raw if mark is None else mark.original
-            yield from {id(each): each for each in (original, plain_function(original))}.values()
+    for symbol in symbols_of(overlay) if is_module(module) else ():
+        with contextlib.suppress(SeamError):
+            live = resolve(module, symbol)
+            if holder_of(*live) is not None:
+                yield live
 
 
-def look(overlay: Overlay, shape: str | None = None, *, explain: bool = False) -> Sight:
-    """Resolve the symbols of an overlay in the live process.
+def resolve_symbols(overlay: Overlay, shape: str | None = None, *, explain: bool = False) -> ResolvedSymbols:
+    """Resolve the symbols of an overlay, and say of each that leads past its seam to what.
 
     Args:
         overlay: whose symbols.
@@ -82,15 +97,15 @@ def look(overlay: Overlay, shape: str | None = None, *, explain: bool = False) -
     target = overlay.target.module
     module = sys.modules.get(target)
     if module is None:
-        return Sight()
-    sight = Sight()
+        return ResolvedSymbols()
+    resolved = ResolvedSymbols()
     for symbol in symbols_of(overlay, shape):
-        sight = _joined(sight, _look_at(overlay, module, symbol, explain=explain))
-    return sight
+        resolved = _joined(resolved, _resolve_symbol(overlay, module, symbol, explain=explain))
+    return resolved
 
 
-def _joined(one: Sight, other: Sight) -> Sight:
-    return Sight(
+def _joined(one: ResolvedSymbols, other: ResolvedSymbols) -> ResolvedSymbols:
+    return ResolvedSymbols(
         one.seams + other.seams,
         one.lost + other.lost,
         one.around + other.around,
@@ -99,74 +114,57 @@ def _joined(one: Sight, other: Sight) -> Sight:
     )
 
 
-def _look_at(overlay: Overlay, module: Any, symbol: str, *, explain: bool) -> Sight:
+def _resolve_symbol(overlay: Overlay, module: Any, symbol: str, *, explain: bool) -> ResolvedSymbols:
     target = overlay.target.module
-    *path, name = symbol.split(".")
-    owner: Any = module
-    where = target
-    for part in path:
-        where = f"{where}.{part}"
-        found = _attributes(owner).get(part)
-        if not issubclass(type(found), type):
-            return _gone(where) if found is None else _replaced(where, found)
-        owner = found
-    where = f"{where}.{name}"
-    holder = _holder(owner, name)
+    found = follow(module, symbol)
+    where = f"{target}.{found.path}"
+    if not found.is_complete:
+        return _gone(where) if found.own is None or found.own is NOTHING else _replaced(where, found.own)
+    holder = holder_of(found.owner, found.name)
     if holder is None:
-        return _gone(where) if issubclass(type(module), ModuleType) else _replaced(target, module)
-    raw = namespace(holder)[name]
+        return _gone(where) if is_module(module) else _replaced(target, module)
+    raw = namespace(holder)[found.name]
     mark = mark_behind(raw)
     if mark is None or not is_ours(mark, overlay):
-        return _replaced(where, raw, upstreams_own=explain and _is_upstreams_own(overlay, module, symbol))
+        return _replaced(where, raw, upstreams_own=explain and _is_upstreams_own(overlay, found, symbol))
     held = raw if mark_of(raw) is not None else mark.made
-    sight = Sight(seams=(Seam(holder, name, mark.original, held, mark.inherited, adopted=True),))
+    seam = Seam(holder, found.name, mark.original, held, mark.inherited, adopted=True)
+    resolved = ResolvedSymbols(seams=(seam,))
     if held is not raw:
-        wrapper = Sight(around=(f"{where} is wrapped by {describe(raw)}",), others=(f"{where}: {identity(raw)}",))
-        sight = _joined(sight, wrapper)
-    return _joined(sight, _overridden(owner, name, where, target))
+        reason, other = f"{where} is wrapped by {describe(raw)}", f"{where}: {identity(raw)}"
+        resolved = _joined(resolved, ResolvedSymbols(around=(reason,), others=(other,)))
+    return _joined(resolved, _overridden(found.owner, found.name, where, target))
 
 
-def _holder(owner: Any, name: str) -> Any:
-    """Return the owner itself, or the class that it inherits the attribute from; None where nobody has it."""
-    owners = owner.__mro__ if issubclass(type(owner), type) else [owner]
-    return next((each for each in owners if name in _attributes(each)), None)
-
-
-def _attributes(owner: Any) -> Any:
-    try:
-        return namespace(owner)
-    except Exception:  # noqa: BLE001 - whatever somebody put in the place of a module
-        return {}
-
-
-def _replaced(where: str, found: Any, *, upstreams_own: bool = False) -> Sight:
+def _replaced(where: str, found: Any, *, upstreams_own: bool = False) -> ResolvedSymbols:
     reason = f"{where} was replaced after us by {describe(found)}"
     if upstreams_own:
         reason = f"{where} is upstream's own again: it was executed past every hook; call megacpp_overlays.arm()"
-    return Sight(lost=(reason,), others=(f"{where}: {identity(found)}",), upstreams_own=upstreams_own)
+    return ResolvedSymbols(lost=(reason,), others=(f"{where}: {identity(found)}",), upstreams_own=upstreams_own)
 
 
-def _gone(where: str) -> Sight:
-    return Sight(lost=(f"{where} was taken away after us",), others=(f"{where}: nothing",))
+def _gone(where: str) -> ResolvedSymbols:
+    return ResolvedSymbols(lost=(f"{where} was taken away after us",), others=(f"{where}: nothing",))
 
 
-def _is_upstreams_own(overlay: Overlay, module: Any, symbol: str) -> bool:
+def _is_upstreams_own(overlay: Overlay, found: Found, symbol: str) -> bool:
     tree = CachedTree(InstalledTree())
     source = readable(tree, overlay.target.module)
     try:
         place = known.places(overlay, tree).get(symbol)
-        return source is not None and ownership.foreign_owner(module, symbol, source, place) is None
+        live = LiveName(found.owner, found.name)
+        return source is not None and ownership.foreign_owner(live, symbol, source, place) is None
     except Exception:  # noqa: BLE001 - what cannot be told is not upstream's own
         return False
 
 
-def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
+def _overridden(owner: Owner, name: str, where: str, target: str) -> ResolvedSymbols:
     """Return the subclasses that do not use the seam. Those of the target's own file are in what the probe has read."""
-    sight = Sight()
+    resolved = ResolvedSymbols()
     if not isinstance(owner, type):
-        return sight
+        return resolved
     for each in _subclasses(owner):
-        holder = _holder(each, name)
+        holder = holder_of(each, name)
         if holder is None or (holder is not each and issubclass(holder, owner)):
             continue  # it inherits the seam, or the override of another subclass
         raw = namespace(holder)[name]
@@ -175,10 +173,11 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
         override = f"{owner_name(each)}.{name}"
         if not _calls_up(raw, name, owner, each):
             reason = f"{override} overrides {where} and does not lead to it: {describe(raw)}"
-            sight = _joined(sight, Sight(lost=(reason,), others=(f"{where}: {override}",)))
+            resolved = _joined(resolved, ResolvedSymbols(lost=(reason,), others=(f"{where}: {override}",)))
         elif each.__module__.partition(".")[0] != target.partition(".")[0]:  # upstream's own subclasses are no news
-            sight = _joined(sight, Sight(around=(f"{override} extends {where}",), others=(f"{where}: {override}",)))
-    return sight
+            extended = ResolvedSymbols(around=(f"{override} extends {where}",), others=(f"{where}: {override}",))
+            resolved = _joined(resolved, extended)
+    return resolved
 
 
 _RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR"})
@@ -230,7 +229,7 @@ def names_of(objects: Iterable[Any]) -> dict[int, list[str]]:
     wanted = {id(each) for each in objects}
     found: dict[int, list[str]] = {}
     # type() and not isinstance: a lazy module may answer __class__ by importing something.
-    for module in [each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)] if wanted else ():
+    for module in [each for each in list(sys.modules.values()) if is_module(each)] if wanted else ():
         for name, value in list(namespace(module).items()):
             if id(value) in wanted:
                 found.setdefault(id(value), []).append(f"{owner_name(module)}.{name}")

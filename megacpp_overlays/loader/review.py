@@ -7,8 +7,8 @@ from typing import Any
 
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import aliases, probing, reached
-from megacpp_overlays.loader.reached import Sight
-from megacpp_overlays.loader.seams import Seam, namespace, owner_name
+from megacpp_overlays.loader.reached import ResolvedSymbols
+from megacpp_overlays.loader.seams import Seam
 from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Decision, Overlay, Record
 from megacpp_overlays.runtime import dynamo
@@ -35,25 +35,25 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
     if record.decision is Decision.RETIRED:
         record = _unless_replaced_since(record, overlay, deep=deep)
     if record.decision is not Decision.ACTIVE:
-        return _unless_it_is_in(record, reached.look(overlay))
+        return _unless_it_is_in(record, reached.resolve_symbols(overlay))
     if dynamo.come_from_disk():
         return replace(record, decision=Decision.CONFLICT, reason=_FROM_DISK)
-    sight = reached.look(overlay, record.shape, explain=True)
-    stale = _stale_names(overlay, sight, traces, deep=deep) if traces else []
-    held = _held(sight, traces) if traces and deep else []
+    resolved = reached.resolve_symbols(overlay, record.shape, explain=True)
+    stale = _stale_names(overlay, resolved, traces, deep=deep) if traces else []
+    held = _held(resolved, traces) if traces and deep else []
     foreign = probing.held_against_its_readings(record)
     unread = [foreign.reason] if foreign is not record else []
-    others = (*sight.others, *stale, *held, *(foreign.around if unread else ()))
-    if lost := [*sight.lost, *stale, *held, *unread]:
+    others = (*resolved.others, *stale, *held, *(foreign.around if unread else ()))
+    if lost := [*resolved.lost, *stale, *held, *unread]:
         return replace(record, decision=Decision.CONFLICT, reason="; ".join(lost), around=others)
-    record = replace(record, calls=_calls(sight))
-    if sight.around:
-        return replace(record, reason="; ".join([record.reason, *sight.around]), around=others)
+    record = replace(record, calls=_calls(resolved))
+    if resolved.around:
+        return replace(record, reason="; ".join([record.reason, *resolved.around]), around=others)
     return record
 
 
-def _calls(sight: Sight) -> tuple[tuple[str, int], ...]:
-    return tuple((str(seam), count) for seam in sight.seams if (count := seam.calls) is not None)
+def _calls(resolved: ResolvedSymbols) -> tuple[tuple[str, int], ...]:
+    return tuple((str(seam), count) for seam in resolved.seams if (count := seam.calls) is not None)
 
 
 def _unless_replaced_since(record: Record, overlay: Overlay, *, deep: bool) -> Record:
@@ -63,33 +63,33 @@ def _unless_replaced_since(record: Record, overlay: Overlay, *, deep: bool) -> R
     return probing.held_against_the_process(record, CachedTree(InstalledTree()), sys.modules[overlay.target.module])
 
 
-def _unless_it_is_in(record: Record, sight: Sight) -> Record:
+def _unless_it_is_in(record: Record, resolved: ResolvedSymbols) -> Record:
     """Return the record, or say that seams are in although nothing should be."""
-    names = tuple(map(str, sight.seams))
+    names = tuple(map(str, resolved.seams))
     if not names:
         return replace(record, seams=()) if record.seams else record
     if record.decision is Decision.CONFLICT and record.seams:
-        return replace(record, seams=names, around=sight.others)
+        return replace(record, seams=names, around=resolved.others)
     reason = (
         f"{', '.join(names)} leads to a seam of this overlay, which is {record.decision.value} here: {record.reason}"
     )
-    return replace(record, decision=Decision.CONFLICT, reason=reason, seams=names, around=sight.others)
+    return replace(record, decision=Decision.CONFLICT, reason=reason, seams=names, around=resolved.others)
 
 
-def _stale_names(overlay: Overlay, sight: Sight, traces: Traces, *, deep: bool) -> list[str]:
+def _stale_names(overlay: Overlay, resolved: ResolvedSymbols, traces: Traces, *, deep: bool) -> list[str]:
     """Return which names lead past the seams, in words: to an original, or to code of an earlier execution."""
-    originals = {id(seam.original_function) for seam in sight.seams}
-    known = {id(seam.function) for seam in sight.seams}
+    originals = {id(seam.original_function) for seam in resolved.seams}
+    known = {id(seam.function) for seam in resolved.seams}
     # The class that a symbol leads to now is no older one, whether or not a seam is still on it.
     for owner in reached.owners(overlay):
         known |= {id(base) for base in owner.__mro__}
     older = [each for each in traces.objects() if id(each) not in known | originals]
     said = [
-        f"{owner_name(owner)}.{name} leads to the original again"
-        for owner, name in traces.places()
-        if id(plain_function(namespace(owner).get(name))) in originals
+        f"{place} leads to the original again"
+        for place in traces.places()
+        if id(plain_function(place.own)) in originals
     ]
-    wanted = [*older, *(seam.original_function for seam in sight.seams if deep)]
+    wanted = [*older, *(seam.original_function for seam in resolved.seams if deep)]
     for names in reached.names_of(wanted).values():
         listed = ", ".join(sorted(names)[:_MOST_NAMES])
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -98,9 +98,9 @@ def _stale_names(overlay: Overlay, sight: Sight, traces: Traces, *, deep: bool) 
     return sorted(said)
 
 
-def _held(sight: Sight, traces: Traces) -> list[str]:
+def _held(resolved: ResolvedSymbols, traces: Traces) -> list[str]:
     """Return what else holds an original, of this execution or of an earlier one, in words."""
-    seams = {id(seam.original_function): seam for seam in sight.seams}
+    seams = {id(seam.original_function): seam for seam in resolved.seams}
     for each in traces.objects():
         if (mark := mark_of(each)) is not None:
             seams.setdefault(id(plain_function(mark.original)), Seam(_Nobody, "", mark.original, each, inherited=False))

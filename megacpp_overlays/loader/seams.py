@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from megacpp_overlays.errors import SeamError
+from megacpp_overlays.loader.live_names import NOTHING, LiveName, Owner, namespace
 from megacpp_overlays.runtime import calls
 from megacpp_overlays.runtime.seam_marks import ATTRIBUTE, Mark, mark_behind, mark_of, plain_function, wrapped
 
-Owner = ModuleType | type
-
-_ABSENT = object()
 _kept: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 """Replacements that somebody still holds, by overlay and original."""
 
@@ -37,7 +35,12 @@ class Seam:
     """Whether it was there already, put in and verified by another session."""
 
     def __str__(self) -> str:
-        return f"{owner_name(self.owner)}.{self.name}"
+        return str(self.place)
+
+    @property
+    def place(self) -> LiveName:
+        """Where it is, and what is there now."""
+        return LiveName(self.owner, self.name)
 
     @property
     def function(self) -> Any:
@@ -62,17 +65,7 @@ class Seam:
     @property
     def in_place(self) -> bool:
         """Whether the attribute still is ours."""
-        return namespace(self.owner).get(self.name) is self.replacement
-
-    @property
-    def current(self) -> Any:
-        """The attribute as it is now."""
-        return namespace(self.owner).get(self.name)
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether what is there now still leads to ours, by its own account."""
-        return any(each is self.function for each in wrapped(self.current))
+        return self.place.own is self.replacement
 
     def undo(self) -> bool:
         """Put the original back; a second undo does nothing.
@@ -81,8 +74,8 @@ class Seam:
             False when somebody replaced the attribute after us. It is left alone then: putting the original
             back would drop what they installed.
         """
-        current = namespace(self.owner).get(self.name, _ABSENT)
-        if current is self.original or (self.inherited and current is _ABSENT):
+        current = namespace(self.owner).get(self.name, NOTHING)
+        if current is self.original or (self.inherited and current is NOTHING):
             return True
         if current is not self.replacement:
             return False
@@ -94,7 +87,7 @@ class Seam:
 
     def taken_by(self) -> str:
         """Return in words who holds the attribute now."""
-        return f"{self} was replaced after us by {describe(self.current)}; not undone"
+        return f"{self} was replaced after us by {describe(self.place.own)}; not undone"
 
 
 Note = Callable[[Seam], object]
@@ -102,41 +95,6 @@ Note = Callable[[Seam], object]
 
 def unnoted(_: Seam) -> None:
     """Stand for nobody who wants to know."""
-
-
-def resolve(module: ModuleType, symbol: str) -> tuple[Owner, str]:
-    """Return the owner of a symbol and the last part of its name.
-
-    Raises:
-        SeamError: a part of the name is missing or is neither a module nor a class.
-    """
-    owner: Owner = module
-    *path, name = symbol.split(".")
-    for part in path:
-        inner = namespace(owner).get(part, _ABSENT)
-        if not isinstance(inner, type):
-            raise SeamError(f"{owner_name(owner)} has no class {part}")
-        owner = inner
-    if not hasattr(owner, name):
-        raise SeamError(f"{owner_name(owner)} has no attribute {name}: a seam replaces what is there, and adds nothing")
-    return owner, name
-
-
-def raw_attribute(owner: Owner, name: str) -> tuple[Any, bool]:
-    """Return an attribute as its owner stores it, and whether it is inherited."""
-    if name in namespace(owner):
-        return namespace(owner)[name], False
-    for base in owner.__mro__ if isinstance(owner, type) else ():
-        if name in vars(base):
-            return vars(base)[name], True
-    raise SeamError(f"{owner_name(owner)} has no attribute {name}")
-
-
-def namespace(owner: Owner) -> Mapping[str, Any]:
-    """Return the attributes of a module or class; unlike `vars`, this does not wake a lazy module."""
-    is_class = issubclass(type(owner), type)  # isinstance() asks the object itself
-    found: Mapping[str, Any] = vars(owner) if is_class else object.__getattribute__(owner, "__dict__")
-    return found
 
 
 def replace(
@@ -159,17 +117,18 @@ def replace(
     Raises:
         SeamError: another overlay holds the attribute, `make` returned nothing new, or the owner refuses.
     """
-    raw, inherited = raw_attribute(owner, name)
+    place = LiveName(owner, name)
+    raw, inherited = place.raw, place.inherited
     if (mark := mark_behind(raw)) is not None:
         if mark.overlay_id != overlay_id:
-            raise SeamError(f"{owner_name(owner)}.{name} is already held by overlay {mark.overlay_id}")
+            raise SeamError(f"{place} is already held by overlay {mark.overlay_id}")
         held = raw if mark_of(raw) is not None else mark.made
         seam = Seam(owner, name, mark.original, held, mark.inherited, adopted=True)
         note(seam)
         return seam
     function = plain_function(raw)
     if not callable(function):
-        raise SeamError(f"{owner_name(owner)}.{name} is no function: {describe(raw)}")
+        raise SeamError(f"{place} is no function: {describe(raw)}")
     # Undone and put in again, it is the same function: somebody may hold it.
     kept = _kept.get((overlay_id, id(function)))
     if kept is not None and kept.__wrapped__ is function:
@@ -178,7 +137,7 @@ def replace(
     else:
         new = make(function)
         if not _is_new(new, function):
-            raise SeamError(f"the replacement of {owner_name(owner)}.{name} is no new function but {describe(new)}")
+            raise SeamError(f"the replacement of {place} is no new function but {describe(new)}")
         made, count = calls.counting(new, function)
     functools.update_wrapper(made, function)
     setattr(made, ATTRIBUTE, Mark(overlay_id, raw, inherited, made, module, count))
@@ -210,13 +169,6 @@ def _like(raw: Any, function: Callable[..., Any]) -> Any:
     if isinstance(raw, property):
         return property(function, raw.fset, raw.fdel, raw.__doc__)
     return function
-
-
-def owner_name(owner: Owner) -> str:
-    """Return the dotted name of a module or class."""
-    if issubclass(type(owner), ModuleType):
-        return str(namespace(owner).get("__name__"))  # asked of a lazy module itself, it would be executed
-    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def describe(value: Any) -> str:

@@ -237,8 +237,8 @@ class Session:
         from megacpp_overlays.loader import reached
 
         if part.is_active:
-            return reached.look(overlay, part.record.shape, explain=True).upstreams_own
-        return bool(reached.look(overlay).seams)
+            return reached.resolve_symbols(overlay, part.record.shape, explain=True).upstreams_own
+        return bool(reached.resolve_symbols(overlay).seams)
 
     def _first_record(self, erratum: Erratum, tree: SourceTree) -> Record:
         """Return what is known of an overlay before its target is imported, and all there is to know of a gate."""
@@ -501,7 +501,7 @@ class Session:
             return False
         from megacpp_overlays.loader import reached
 
-        return bool(reached.look(overlay).seams)
+        return bool(reached.resolve_symbols(overlay).seams)
 
     def audit(self, *, deep: bool = False) -> Audit:
         """Return all decisions as they stand now, and settle what no hook heard of; it does not raise for a conflict.

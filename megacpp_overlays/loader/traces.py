@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-from megacpp_overlays.loader.seams import Owner, Seam, namespace
+from megacpp_overlays.loader.live_names import LiveName, Owner
+from megacpp_overlays.loader.seams import Seam
 from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of
 
 
@@ -31,11 +32,11 @@ class Traces:
         self._places[id(seam.owner), seam.name] = weakref.ref(seam.owner)
         self._forget_the_dead()
 
-    def places(self) -> Iterator[tuple[Owner, str]]:
+    def places(self) -> Iterator[LiveName]:
         """Yield each place that still exists, the newest first."""
         for (_, name), reference in reversed(list(self._places.items())):
             if (owner := reference()) is not None:
-                yield owner, name
+                yield LiveName(owner, name)
 
     def objects(self) -> list[Any]:
         """Return the functions and classes that still exist."""
@@ -45,15 +46,15 @@ class Traces:
         """Return whether a function that was put in still exists, in whatever execution and under whatever name."""
         return any(mark_of(each) is not None for each in self.objects())
 
-    def forget(self, owner: Owner, name: str) -> None:
+    def forget(self, place: LiveName) -> None:
         """Forget a place that holds what it held before."""
-        self._places.pop((id(owner), name), None)
+        self._places.pop((id(place.owner), place.name), None)
 
     def forget_what_was_overwritten(self) -> None:
         """Forget each place that leads to no seam any more: its module was executed again."""
-        for owner, name in self.places():
-            if mark_behind(namespace(owner).get(name)) is None:
-                self.forget(owner, name)
+        for place in self.places():
+            if mark_behind(place.own) is None:
+                self.forget(place)
 
     def _forget_the_dead(self) -> None:
         for place, owner in list(self._places.items()):

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from made_up import BROKEN_TEXT, Upstream
 
-from megacpp_overlays.loader import aliases, seams
+from megacpp_overlays.loader import aliases, live_names, seams
 from megacpp_overlays.loader.heap import HeapSnapshot
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Evidence, Finding, Replacement, Target, Verdict
-from megacpp_overlays.runtime import seam_marks
 from megacpp_overlays.source.trees import SourceTree
 
 
 def put(module: ModuleType, symbol: str) -> seams.Seam:
     return seams.replace(
-        *seams.resolve(module, symbol), lambda original: lambda *a: original(*a), overlay_id="double-fix"
+        *live_names.resolve(module, symbol), lambda original: lambda *a: original(*a), overlay_id="double-fix"
     )
 
 
@@ -151,12 +150,12 @@ def test_a_replacement_with_an_empty_cell_is_no_trouble(upstream: Upstream) -> N
 
 @pytest.mark.parametrize("symbol", ["double", "Layer.forward", "Layer.static", "Layer.build", "Layer.size"])
 def test_a_count_of_references_tells_whether_a_walk_is_needed(upstream: Upstream, symbol: str) -> None:
-    owner, name = seams.resolve(upstream.load(), symbol)
-    assert not aliases.is_held_elsewhere(owner, name)
+    live = live_names.resolve(upstream.load(), symbol)
+    assert not aliases.is_held_elsewhere(live)
 
-    held = seam_marks.plain_function(vars(owner)[name])
+    held = live.function
 
-    assert aliases.is_held_elsewhere(owner, name)
+    assert aliases.is_held_elsewhere(live)
     del held
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from made_up import Upstream
 
-from megacpp_overlays.loader import ownership, seams
+from megacpp_overlays.loader import live_names, ownership, seams
 from megacpp_overlays.source.trees import InstalledTree, ModuleSource
 
 
 def owner_of(upstream: Upstream, module: ModuleType, symbol: str) -> str | None:
     source = InstalledTree().module(upstream.module_name)
     assert source is not None
-    return ownership.foreign_owner(module, symbol, source)
+    return ownership.foreign_owner(live_names.resolve(module, symbol), symbol, source)
 
 
 def test_untouched_code_is_upstreams_own(upstream: Upstream) -> None:
@@ -106,7 +106,7 @@ def test_a_module_that_was_imported_through_a_link_is_upstreams_own(upstream: Up
     link.symlink_to(upstream.folder)
     through_link = ModuleSource(source.name, str(link / upstream.name / "layers.py"), source.text)
 
-    assert ownership.foreign_owner(module, "double", through_link) is None
+    assert ownership.foreign_owner(live_names.resolve(module, "double"), "double", through_link) is None
 
 
 def test_a_function_of_another_file_on_the_same_line_is_somebody_elses(upstream: Upstream) -> None:

@@ -17,7 +17,7 @@ from releases import daily, newest
 from repeated_routers import IDS, LAYERS
 from upstream_imports import upstream_module
 
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names, seams
 from megacpp_overlays.model import Replacement
 from megacpp_overlays.overlays import hybrid_mtp_aux_loss, mtp_z_loss
 
@@ -127,7 +127,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(overlay: Any)
 @pytest.mark.usefixtures("upstream")
 def test_a_stack_that_marks_the_decoder_too_fails_the_self_test() -> None:
     module, replacement = imported(OVERLAYS[0])
-    owner, name = seams.resolve(module, replacement.symbol)
+    owner, name = live_names.resolve(module, replacement.symbol)
 
     def marks_all(original: Any) -> Any:
         def constructor(self: Any, *args: Any, **kwargs: Any) -> None:

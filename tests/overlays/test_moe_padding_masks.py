@@ -16,7 +16,7 @@ from releases import newest
 from reproduced_pack import assert_neighbours_are_the_same, assert_repaired, measured_on
 from upstream_imports import upstream_module
 
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names, seams
 from megacpp_overlays.overlays import expert_bias_padding_mask, pipeline_padding_mask
 
 pytestmark = pytest.mark.upstream
@@ -56,7 +56,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(
 def test_counts_without_a_mask_fail_the_self_test(modules: dict[str, ModuleType]) -> None:
     module = modules[COUNTS.target.module]
     ((replacement,),) = COUNTS.replacements.values()
-    owner, name = seams.resolve(module, replacement.symbol)
+    owner, name = live_names.resolve(module, replacement.symbol)
     seam = seams.replace(
         owner, name, lambda original: lambda self, chosen, _mask=None: original(self, chosen), overlay_id="no-mask"
     )

@@ -20,7 +20,7 @@ from releases import daily, newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, LOSS, ROLL, TARGET
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names, seams
 from megacpp_overlays.overlays.mtp_token_counts_local import OVERLAY
 
 pytestmark = pytest.mark.upstream
@@ -293,7 +293,7 @@ def test_half_of_the_seams_and_a_loss_that_is_scaled_otherwise_fail_the_self_tes
         finally:
             module.MTPLossAutoScaler = right
         assert not OVERLAY.self_test(module).broken
-    owner, name = seams.resolve(module, LOSS)
+    owner, name = live_names.resolve(module, LOSS)
     seam = seams.replace(owner, name, lambda f: MAKE[LOSS](f, module), overlay_id=OVERLAY.id)
     try:
         with pytest.raises(IndexError):

@@ -19,7 +19,8 @@ from inspect import Parameter, Signature
 from typing import Any
 
 import megacpp_overlays
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names
+from megacpp_overlays.loader.live_names import LiveName
 from megacpp_overlays.model import Decision
 from megacpp_overlays.runtime.seam_marks import mark_of, plain_function
 
@@ -87,27 +88,27 @@ def differences(original: Any, ours: Any, *, of_instance: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def compared(symbols: dict[str, tuple[Any, str]]) -> dict[str, list[str]]:
+def compared(symbols: dict[str, LiveName]) -> dict[str, list[str]]:
     """Return what is different, by seam."""
     found = {}
-    for symbol, (owner, name) in symbols.items():
-        raw, _ = seams.raw_attribute(owner, name)
+    for symbol, live in symbols.items():
+        raw = live.raw
         mark = mark_of(raw)
         assert mark is not None, symbol
         ours = inspect.getclosurevars(mark.made).nonlocals["function"]  # what the counter of calls calls
-        of_instance = isinstance(owner, type) and not isinstance(raw, staticmethod)
+        of_instance = isinstance(live.owner, type) and not isinstance(raw, staticmethod)
         found[symbol] = differences(plain_function(mark.original), ours, of_instance=of_instance)
     return found
 
 
-def placed() -> dict[str, tuple[Any, str]]:
+def placed() -> dict[str, LiveName]:
     """Return where the seams of active overlays are."""
     found = {}
     for record in megacpp_overlays.audit().records:
         module = sys.modules.get(record.overlay.target.module)
         if record.decision is Decision.ACTIVE and module is not None:
             for each in record.overlay.repairs[record.finding.shape]:
-                found[f"{record.overlay.id}: {each.symbol}"] = seams.resolve(module, each.symbol)
+                found[f"{record.overlay.id}: {each.symbol}"] = live_names.resolve(module, each.symbol)
     return found
 
 

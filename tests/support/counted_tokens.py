@@ -29,7 +29,7 @@ from rolled_rows import HIDDEN, LAYERS, SCALE, VOCABULARY, Packing, relative
 
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import UNPADDED
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, TARGET
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names, seams
 from megacpp_overlays.overlays import mtp_roll_padded_boundaries, mtp_token_counts_local
 
 RANKS = at_most(4)
@@ -205,7 +205,7 @@ def repaired(module: ModuleType, state: str) -> Iterator[None]:
     with contextlib.ExitStack() as placed:
         for overlay, shape in STATES[state]:
             for replacement in overlay.replacements[shape]:
-                owner, name = seams.resolve(module, replacement.symbol)
+                owner, name = live_names.resolve(module, replacement.symbol)
                 make = replacement.make
                 seam = seams.replace(owner, name, lambda f, make=make: make(f, module), overlay_id=overlay.id)
                 placed.callback(seam.undo)

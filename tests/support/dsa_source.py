@@ -16,7 +16,7 @@ import pytest
 import torch
 from trees import STAND_INS
 
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names, seams
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
@@ -117,7 +117,7 @@ def install(part: Overlay, shape: str, module: ModuleType) -> Callable[[], None]
     """Put in the seams of a shape; return what takes them out."""
     placed = []
     for replacement in part.replacements[shape]:
-        owner, name = seams.resolve(module, replacement.symbol)
+        owner, name = live_names.resolve(module, replacement.symbol)
         make = replacement.make
         placed.append(seams.replace(owner, name, lambda f, make=make: make(f, module), overlay_id=part.id))
 

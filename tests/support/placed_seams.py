@@ -11,7 +11,7 @@ import pytest
 from upstream_imports import upstream_module
 
 import megacpp_overlays
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names, seams
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import Neighbour, neighbour
 
@@ -21,7 +21,7 @@ def placed(overlay: Overlay, shape: str, module: ModuleType) -> Iterator[None]:
     """Put the seams of a shape in, and take them out again."""
     with contextlib.ExitStack() as undone:
         for each in overlay.replacements[shape]:
-            owner, name = seams.resolve(module, each.symbol)
+            owner, name = live_names.resolve(module, each.symbol)
             seam = seams.replace(owner, name, lambda f, make=each.make: make(f, module), overlay_id=overlay.id)
             undone.callback(seam.undo)
         yield

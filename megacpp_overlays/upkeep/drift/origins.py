@@ -13,7 +13,7 @@ import sys
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names
 
 _INNER = ("__wrapped__", "fn", "func", "_torchdynamo_orig_callable", "_init_fn")
 """Where wrappers of functools, Triton and torch keep what they wrap."""
@@ -28,7 +28,7 @@ def package_of(module: str) -> str:
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         loaded = sys.modules.get(name)
-        if loaded is not None and issubclass(type(loaded), ModuleType) and seams.namespace(loaded).get("__file__"):
+        if loaded is not None and issubclass(type(loaded), ModuleType) and live_names.namespace(loaded).get("__file__"):
             return name
     return parts[0]
 
@@ -39,7 +39,7 @@ def is_in(function: FunctionType, package: str) -> bool:
 
 
 def _folders(package: str) -> list[str]:
-    there = seams.namespace(sys.modules[package]) if package in sys.modules else {}
+    there = live_names.namespace(sys.modules[package]) if package in sys.modules else {}
     return [str(each) for each in there.get("__path__") or [there.get("__file__")] if each]
 
 

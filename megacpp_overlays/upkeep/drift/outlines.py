@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import live_names
 from megacpp_overlays.source.trees import InstalledTree, ModuleSource
 
 
@@ -73,7 +73,7 @@ class Outlines:
 
 
 def _read(name: str, module: ModuleType) -> Outline | None:
-    there = seams.namespace(module)
+    there = live_names.namespace(module)
     file = there.get("__file__")
     if not isinstance(file, str) or not file.endswith((".py", ".pyc")):
         return None  # what is compiled has no source, and neither has a namespace

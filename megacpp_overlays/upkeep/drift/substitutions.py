@@ -22,7 +22,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from megacpp_overlays.errors import OverlayError, UpkeepError
-from megacpp_overlays.loader import seams, session
+from megacpp_overlays.loader import live_names, session
 from megacpp_overlays.loader.import_hooks import is_a_shell, is_half_imported
 from megacpp_overlays.runtime import seam_marks
 from megacpp_overlays.runtime.seam_marks import Mark
@@ -168,7 +168,7 @@ class _Comparison:
         Raises:
             _EditedSinceError: it is not the source of this module any more.
         """
-        for name, live in seams.namespace(self._module).items():
+        for name, live in live_names.namespace(self._module).items():
             if name in self._outline.changing or name not in self._outline.defined.keys() | self._outline.imported:
                 continue
             if self._is_own_class(live, name):
