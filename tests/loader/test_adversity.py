@@ -148,7 +148,7 @@ def test_two_sessions_that_are_armed_while_half_imported_both_hear(upstream: Ups
         del sys.arm_both  # type: ignore[attr-defined]
 
     assert module.double(1) == 2
-    assert [next(iter(each._parts.values())).record.decision for each in (first, second)] == [
+    assert [next(iter(each.parts.values())).record.decision for each in (first, second)] == [
         Decision.ACTIVE,
         Decision.ACTIVE,
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from places import HANG_S
 
 from megacpp_overlays.errors import ActivationError
-from megacpp_overlays.loader import probing
+from megacpp_overlays.loader import install, probing
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import (
@@ -241,6 +243,37 @@ def test_what_comes_later_ends_it_in_the_next_audit(
     assert record.decision is Decision.CONFLICT
     assert "which this finding was read from" in record.reason
     assert layers.double(1) == 3  # upstream's own, over which nothing is corrected twice
+
+
+def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
+    rested: Rested, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    take_out = install.take_out
+
+    def slow(*args: Any) -> Any:
+        entered.release()
+        go_on.wait(HANG_S)
+        return take_out(*args)
+
+    current = session(rested.overlay)
+    current.arm()
+    layers = rested.layers
+    replace_in(rested.helpers, "half", foreign)
+    monkeypatch.setattr(install, "take_out", slow)
+    threads = [threading.Thread(target=each) for each in (current.audit, current.undo)]
+    for each in threads:
+        each.start()
+        if each is threads[0]:
+            assert entered.acquire(timeout=HANG_S)
+
+    has_waited = not entered.acquire(timeout=1)  # ten times as long as one waits for a lock that nobody seems to hold
+    go_on.set()
+    for each in threads:
+        each.join(HANG_S)
+    assert has_waited
+    assert the_record(current).decision is Decision.DISABLED
+    assert layers.double(1) == 3
 
 
 @each_patch

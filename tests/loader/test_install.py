@@ -12,6 +12,7 @@ import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError, OverlayError
+from megacpp_overlays.loader import changes
 from megacpp_overlays.loader.install import Circumstances, RefusedError, install
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
@@ -279,7 +280,7 @@ def test_an_error_outside_every_overlay_is_recorded_too(
 ) -> None:
     current = session(upstream.overlay())
     current.arm()
-    monkeypatch.setattr(current, "_settle", explode)
+    monkeypatch.setattr(changes, "apply", explode)
 
     assert upstream.load().double(1) == 3
     record = current.audit().records[0]

@@ -155,7 +155,7 @@ def test_an_error_after_the_seams_are_in_takes_them_out(
         patch.setattr("megacpp_overlays.loader.seams.Seam.__str__", nameless)
         current.arm()
         module = upstream.load()
-        decision = next(iter(current._parts.values())).record.decision
+        decision = next(iter(current.parts.values())).record.decision
 
     assert (decision, module.double(1)) in [(Decision.CONFLICT, 3), (Decision.ACTIVE, 2)]
     assert only(current).decision is decision
@@ -208,7 +208,7 @@ def test_a_lock_that_an_interrupt_left_taken_stops_nobody(upstream: Upstream, se
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
-    current._turns.at(upstream.module_name).take()  # by this thread, which is in no call of the session
+    current.locks.at(upstream.module_name).try_acquire()  # by this thread, which is in no call of the session
 
     undoer = threading.Thread(target=current.undo)
     undoer.start()

@@ -294,7 +294,7 @@ def test_gates_wait_for_torch(enabled: TriedEnvironment, tmp_path: Path) -> None
     (tmp_path / "tilelang").mkdir()
     for name in ("torch.py", "tilelang/__init__.py", "tilelang/language.py"):
         (tmp_path / name).touch()
-    code = "from megacpp_overlays.loader.session import current as c; print(len(c()._parts)); import torch; print(len(c()._parts))"
+    code = "from megacpp_overlays.loader.session import current as c; print(len(c().parts)); import torch; print(len(c().parts))"
 
     done = enabled.start("-c", code, PYTHONPATH=str(tmp_path))
 
