@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
+from megacpp_overlays.loader.decisions import ATTENTION, COUNTED, FIRST, TRAITS, WARNED
+from megacpp_overlays.loader.rendering import consequence
 from megacpp_overlays.model import Decision, Erratum, Record, Verdict
 
 HEAD = "[megacpp_overlays] "
@@ -15,31 +16,8 @@ _MOST_NAMED = 3
 LONGEST = 160
 """Characters of the line of an active overlay, its head included: it stands on one line of a wide terminal."""
 
-ATTENTION = (Decision.CONFLICT, Decision.GATED)
-"""Decisions that somebody has to look at one by one, the worse first."""
-WARNED = (Decision.CONFLICT, Decision.UNPROVED, Decision.GATED)
-"""Decisions that a run is warned of, the worse first; what is unproved has one line for a whole release."""
-_ALWAYS_COUNTED = (Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT)
-_COUNTED = (
-    *_ALWAYS_COUNTED,
-    Decision.UNPROVED,
-    Decision.GATED,
-    Decision.ARMED,
-    Decision.ABSENT,
-    Decision.DISABLED,
-)
 WITNESS = "megacpp-overlays witness"
 """The command that proves everything that is unproved."""
-_WORDS = {Decision.DISABLED: "off"}
-FIRST = (
-    *WARNED,
-    Decision.ACTIVE,
-    Decision.ARMED,
-    Decision.DISABLED,
-    Decision.RETIRED,
-    Decision.ABSENT,
-)
-"""Which decision an overlay is counted under whose parts were decided differently."""
 
 
 def told(record: Record) -> str:
@@ -104,9 +82,9 @@ def detail(record: Record) -> str:
         parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
         parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
     parts += [consequence(record)] if consequence(record) else []
-    if record.decision in CAN_BE_DELETED:
+    if TRAITS[record.decision].can_be_deleted:
         parts.append(f"delete when {overlay.retire_when}")
-    if record.decision in CAN_BE_SWITCHED_OFF:
+    if TRAITS[record.decision].can_be_switched_off:
         parts.append(f"off: {overlay.variable}=off")
     return " | ".join(parts)
 
@@ -131,8 +109,8 @@ def by_overlay(records: Sequence[Record]) -> dict[str, Decision]:
 def counted(records: Sequence[Record]) -> str:
     """Return how many overlays there are of each decision: `6 active, 2 retired, 0 conflict, 11 absent`."""
     counts = Counter(by_overlay(records).values())
-    shown = [decision for decision in _COUNTED if counts[decision] or decision in _ALWAYS_COUNTED]
-    return ", ".join(f"{counts[decision]} {_WORDS.get(decision, decision.value)}" for decision in shown)
+    shown = [decision for decision in COUNTED if counts[decision] or TRAITS[decision].is_always_counted]
+    return ", ".join(f"{counts[decision]} {TRAITS[decision].word or decision.value}" for decision in shown)
 
 
 def calls(records: Sequence[Record]) -> dict[str, int]:

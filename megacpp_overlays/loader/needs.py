@@ -12,12 +12,12 @@ from types import ModuleType
 
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
+from megacpp_overlays.loader.decisions import TRAITS
 from megacpp_overlays.loader.probing import known_or_examined
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
-_HOLDS = {Decision.ACTIVE, Decision.RETIRED, Decision.ABSENT}
 _NOTHING_TO_REPAIR = {Verdict.FIXED, Verdict.ABSENT}
 
 
@@ -48,7 +48,7 @@ def unmet(records: Iterable[Record], dependent: Overlay | None = None) -> str:
     """
     for record in records:
         nothing = record.finding is not None and record.finding.verdict in _NOTHING_TO_REPAIR
-        if record.decision not in _HOLDS and not (record.decision is Decision.DISABLED and nothing):
+        if not TRAITS[record.decision].meets_a_need and not (record.decision is Decision.DISABLED and nothing):
             return (
                 f"it needs {_name(record.overlay, dependent)}, which is {record.decision.value} here: {record.reason}"
             )

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
 from megacpp_overlays.loader import provenance
-from megacpp_overlays.loader.lines import ATTENTION, WARNED, WITNESS, by_overlay, calls, counted
-from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
+from megacpp_overlays.loader.decisions import ATTENTION, TRAITS, WARNED
+from megacpp_overlays.loader.lines import WITNESS, by_overlay, calls, counted
+from megacpp_overlays.loader.rendering import consequence
 from megacpp_overlays.model import Decision, Record
 
 WIDTH = 79
 """Columns of a line at most: 80 make some terminals wrap."""
 
-_QUIET = {Decision.ARMED: "armed", Decision.ABSENT: "absent", Decision.DISABLED: "off"}
+_QUIET = {each: TRAITS[each].word or each.value for each in (Decision.ARMED, Decision.ABSENT, Decision.DISABLED)}
 
 
 class Line(NamedTuple):
@@ -180,9 +181,9 @@ def _notes(record: Record) -> list[str]:
         notes.append(f"replaced in {overlay.target.module}: {', '.join(seams(record))}")
     for name, count in record.calls if calls([record]) else ():
         notes.append(f"{name.removeprefix(f'{overlay.target.module}.')} {_called(count)}")
-    if record.decision in CAN_BE_SWITCHED_OFF:
+    if TRAITS[record.decision].can_be_switched_off:
         notes.append(f"off: {overlay.variable}=off")
-    if record.decision in CAN_BE_DELETED:
+    if TRAITS[record.decision].can_be_deleted:
         notes.append(f"delete when: {overlay.retire_when}")
     return _indented(notes)
 

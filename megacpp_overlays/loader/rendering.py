@@ -8,11 +8,6 @@ from typing import TypedDict
 from megacpp_overlays import terminal_text
 from megacpp_overlays.model import UNDECIDED, Decision, Record, Verdict
 
-CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.UNPROVED, Decision.GATED})
-"""Decisions whose reader may want the variable that ends them."""
-CAN_BE_DELETED = CAN_BE_SWITCHED_OFF | {Decision.RETIRED}
-"""Decisions whose reader may ask how long this goes on."""
-
 
 class DecisionData(TypedDict):
     """One decision as plain data; `audit.schema.json` says the same of its JSON."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.loader.lines import FIRST
+from megacpp_overlays.loader.decisions import FIRST
 from megacpp_overlays.loader.settings import WITNESSES
 from megacpp_overlays.model import Decision
 from megacpp_overlays.source.knowledge import VARIABLE

@@ -17,7 +17,7 @@ from releases import only
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import registry
-from megacpp_overlays.loader.lines import FIRST
+from megacpp_overlays.loader.decisions import FIRST
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode, Settings
 from megacpp_overlays.model import Decision

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megacpp_overlays.concerns import report
 from megacpp_overlays.concerns.predicates import Ternary
 from megacpp_overlays.concerns.report import Concerns
-from megacpp_overlays.loader.lines import FIRST
+from megacpp_overlays.loader.decisions import FIRST
 from megacpp_overlays.model import Decision, Erratum
 from megacpp_overlays.upkeep.audit_diff import Change
 from megacpp_overlays.upkeep.matrix import matrix_file, matrix_text
