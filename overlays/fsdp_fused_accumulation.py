@@ -83,5 +83,5 @@ OVERLAY = Overlay(
     brief="FSDP gradients of earlier microbatches",
     until="only sharded gradients are written over",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=6357, state="merged 2026-08-18, in no release"),),
-    last_validated="2026-11-30",
+    last_validated="2026-11-30, H200 with Transformer Engine 2.20.2, torch 2.11.0: megatron-core 0.19.2; x86-64 without GPU: 0.19.2, dev d48bd6be0a, and main d98e8a64dd, which is right",
 )

@@ -75,5 +75,5 @@ OVERLAY = Overlay(
     until="Liger's kernel takes a stride of columns",
     retire_when="every supported liger-kernel is 0.8.5 or newer",
     threads=(),
-    last_validated="2026-11-30, x86-64 in the Triton interpreter, torch 2.11.0: liger-kernel 0.3.0 to 0.8.5",
+    last_validated="2026-11-30, H200: liger-kernel 0.8.4; x86-64 in the Triton interpreter, torch 2.11.0: 0.3.0, 0.4.2, 0.5.10 and 0.6.0 to 0.8.5 of those that were tried",
 )

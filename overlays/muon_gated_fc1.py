@@ -137,5 +137,5 @@ OVERLAY = Overlay(
         ),
         Thread(repository="NVIDIA/Megatron-LM", number=7077, state="closed 2026-09-04 as a duplicate of 6688"),
     ),
-    last_validated="2026-11-30, x86-64 without GPU, torch 2.11.0, emerging-optimizers 0.3.0",
+    last_validated="2026-11-30, x86-64 without GPU, torch 2.11.0, emerging-optimizers 0.3.0: megatron-core 0.19.2, main d98e8a64dd and dev d48bd6be0a",
 )

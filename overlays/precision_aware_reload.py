@@ -122,5 +122,5 @@ OVERLAY = Overlay(
             state="open when last seen 2026-09-22: sets them itself",
         ),
     ),
-    last_validated="2026-11-30",
+    last_validated="2026-11-30, H200 with Transformer Engine 2.20.2, torch 2.11.0: megatron-core 0.19.2; x86-64 without GPU: 0.16.0, and 0.13.0 with float16 main weights; 0.11.0 to 0.19.2, main d98e8a64dd and dev d48bd6be0a read",
 )
