@@ -1,18 +1,18 @@
-"""Detect fp32 master weights that were cut from the wrong place of a grad buffer.
+"""Detect fp32 master weights that are shifted or zero-padded copies of another parameter's.
 
-`DistributedOptimizer` of megatron-core 0.15.0 to 0.19.2 writes fully reshardable checkpoints in which the state of a parameter
-can begin too far on in its buffer. Nothing in such a checkpoint says so, but the model's own weights are in it, or in the
-process that loads it. A master is the fp32 copy of a weight, and the weight is the master, rounded. Where masters are not those
-of their weight, two marks tell this defect from anything else that makes them differ, such as weights that are stored in FP8:
+`DistributedOptimizer` of megatron-core 0.15.0 to 0.19.2 can write wrong fully reshardable checkpoints: it cuts the optimizer
+state of a parameter from a place too far on in its grad buffer. The checkpoint does not record this. The model's weights reveal
+it, because a right master, rounded to the weight's dtype, is the weight. Masters can differ for other reasons, such as weights
+stored in FP8. Two marks identify this defect:
 
-    displaced   master[i] is weight[i + n] from the beginning of each shard that was written, for as far as there are any
-    zero tail   masters and every moment end in zeros, and the weight does not: the buffer ended before the parameter did
+    displacement   `master[i]` is `weight[i + n]`, from the beginning of each shard that was written to the end of its data
+    zero tail      masters and all moments end in zeros where the weight does not: the buffer ended before the parameter
 
-A displacement is a proof. A zero tail is a sign only: a parameter that grew when it was loaded, as a vocabulary that is padded
-to more rows, ends in zeros, too, and so do rows that were never trained. It is none where the numbers ahead of the zeros are the
-weight's own, which a state that was cut elsewhere does not have.
+A displacement proves the defect. A zero tail only suggests it: a parameter that grew on loading, such as a vocabulary padded to
+more rows, ends in zeros, too, and so do rows that were never trained. Where the masters ahead of the zeros are the weight's own,
+the state was cut at the right place, and the zeros are no mark.
 
-Numbers are read in blocks, so that a parameter of any size takes some tens of MiB.
+Tensors are read in blocks, so a parameter of any size takes some tens of MiB.
 """
 
 from __future__ import annotations
@@ -21,68 +21,88 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 BLOCK = 1 << 22
-"""Elements that are looked at together."""
+"""Elements that are read at once."""
 _WINDOW = 32
-"""Elements that must be alike for a place to be looked at as a whole. Also the fewest that are told by where they lie."""
+"""Length of the window of masters that is searched for in the weight. A parameter no longer than two of them has none."""
 _WINDOWS = 64
-"""How many windows are tried until one has enough different numbers in it to be found again."""
+"""Windows that are tried until one has enough distinct numbers."""
 _DISTINCT = 8
-"""So many different numbers are those of one model, and of one place in it."""
-_ALIKE_BY_CHANCE = 4
-"""So many elements behind a shard may be like the weight by chance: in bfloat16 one of some hundred is."""
-_FIRST_LOOK = 1024
+"""Distinct numbers that identify a parameter of one model, and a place in it."""
+_EQUAL_BY_CHANCE = 4
+"""Limit of elements behind a shard that equal the weight by chance: in bfloat16 one of some hundred does."""
+_FIRST_READ = 1024
+"""Elements that are read first to count distinct numbers; most parameters need no more."""
 
 
 class Values(Protocol):
-    """Numbers of a tensor, flattened."""
+    """Flattened tensor that is read in parts."""
 
     @property
     def numel(self) -> int:
-        """How many there are."""
+        """Return the number of elements."""
 
     def read(self, start: int, stop: int) -> Any:
-        """Return a plain tensor [stop - start] on the CPU, in the dtype that they have."""
+        """Return elements `start` to `stop` as a plain CPU tensor of their own dtype."""
 
 
 class TensorValues:
-    """Numbers of a tensor that is in memory, on any device."""
+    """Flattened tensor in memory, on any device."""
 
     def __init__(self, tensor: Any) -> None:
         self._flat = tensor.detach().reshape(-1)
 
     @property
     def numel(self) -> int:
-        """How many there are."""
+        """Return the number of elements."""
         return int(self._flat.numel())
 
     def read(self, start: int, stop: int) -> Any:
-        """Return a part of them."""
+        """Return elements `start` to `stop` on the CPU."""
         return self._flat[start:stop].cpu()
 
 
 class Marks(NamedTuple):
-    """What the masters of one parameter, or of one shard of it, say."""
+    """Result of the comparison of masters with their weight, for one parameter or one shard of it."""
 
     differs: bool
-    """Whether any of them is not the weight's own, a unit in the last place of the weight's dtype aside."""
+    """Whether any master differs from its weight by more than a unit in the last place of the weight's dtype."""
     displaced_by: int = 0
-    """How many elements further on the masters begin; 0 where they are not displaced, or are too few to tell."""
+    """Elements by which the masters are shifted; 0 where they are not, or are too few to tell."""
     zero_tail: int = 0
-    """How many elements at the end are 0 in masters and moments, while the weight has other numbers there."""
+    """Elements at the end that are 0 in masters and moments where the weight has other numbers."""
 
     @property
     def shows_the_defect(self) -> bool:
-        """Whether one of the two marks is there."""
+        """Whether there is a displacement or a zero tail."""
         return bool(self.displaced_by or self.zero_tail)
 
 
+class _Shift(NamedTuple):
+    """Hypothesis that `master[i]` is `weight[i + ahead]`."""
+
+    master: Values
+    weight: Values
+    ahead: int
+    end: int
+    """End of the masters to compare. Zeros follow, as in a parameter that grew."""
+
+    @property
+    def limit(self) -> int:
+        """End of the masters that have a counterpart in the weight."""
+        return min(self.end, self.weight.numel - self.ahead)
+
+    def first_mismatch(self, start: int, stop: int) -> int | None:
+        """Return the first place that contradicts the hypothesis, or None."""
+        return first_difference(self.master, self.weight, start, stop, self.ahead)
+
+
 def marks(master: Values, weight: Values, moments: Sequence[Values]) -> Marks:
-    """Compare the fp32 weights of a parameter with the weight that the model has.
+    """Compare the masters of a parameter with the model's weight.
 
     Args:
         master: fp32.
-        weight: bf16, fp16 or fp32, as many.
-        moments: those that are saved beside it, fp32, as many each.
+        weight: bf16, fp16 or fp32, of the same length.
+        moments: those saved with the masters, fp32, each of the same length.
     """
     first = first_difference(master, weight)
     if first is None:
@@ -93,69 +113,70 @@ def marks(master: Values, weight: Values, moments: Sequence[Values]) -> Marks:
 def first_difference(
     master: Values, weight: Values, start: int = 0, stop: int | None = None, ahead: int = 0
 ) -> int | None:
-    """Return the first place at which a master is not the weight `ahead` elements further on, or None."""
+    """Return the first `i` from `start` to `stop` at which `master[i]` is not `weight[i + ahead]`, or None."""
     stop = weight.numel - ahead if stop is None else stop
     for block in range(start, stop, BLOCK):
         end = min(block + BLOCK, stop)
-        unlike = ~_alike(master.read(block, end), weight.read(block + ahead, end + ahead))
-        if bool(unlike.any()):
-            return block + int(unlike.nonzero()[0])
+        differs = ~_equals_rounded(master.read(block, end), weight.read(block + ahead, end + ahead))
+        if bool(differs.any()):
+            return block + int(differs.nonzero()[0])
     return None
 
 
 def displacement(master: Values, weight: Values, first: int) -> int:
-    """Return how many elements further on in the weight the masters lie from their beginning to their end; 0 where they do not.
+    """Return the number of elements by which all masters are shifted against the weight, or 0.
+
+    A window of masters is searched for in the weight. The distance at which it is found is then verified on all masters.
 
     Args:
         master: fp32.
-        weight: bf16, fp16 or fp32, as many.
-        first: a place at which they differ; from there on a window is looked for that can be found again.
+        weight: bf16, fp16 or fp32, of the same length.
+        first: a place at which they differ; the window is chosen from there on.
     """
-    total, end = weight.numel, master.numel - _zeros_at_the_end(master)
-    for at in range(first, min(first + _WINDOWS * _WINDOW, total - 2 * _WINDOW, end - _WINDOW + 1), _WINDOW):
+    end = master.numel - _trailing_zeros(master)
+    last = min(first + _WINDOWS * _WINDOW, weight.numel - 2 * _WINDOW, end - _WINDOW + 1)
+    for at in range(first, last, _WINDOW):
         window = master.read(at, at + _WINDOW)
         if len(window.to(weight.read(at, at + 1).dtype).unique()) < _DISTINCT:
             continue
-        found = _found(window, weight, at + 1)
-        return found - at if found is not None and _is_displaced(master, weight, found - at, at + _WINDOW, end) else 0
+        found = _find(window, weight, at + 1)
+        if found is None:
+            return 0
+        shift = _Shift(master, weight, found - at, end)
+        return shift.ahead if _fits_all_shards(shift, at + _WINDOW) else 0
     return _short_displacement(master, weight, end)
 
 
-def _is_displaced(master: Values, weight: Values, ahead: int, seen: int, end: int) -> bool:
-    """Return whether masters are the weight's own from `ahead` elements further on, in each shard that was written.
+def _fits_all_shards(shift: _Shift, window_end: int) -> bool:
+    """Return whether a shift holds in each shard that was written.
 
-    A shard that a rank of tensor parallelism wrote ends in `ahead` elements of other parameters. Where fewer ranks load it,
-    several of them lie one behind the other.
+    Each rank of tensor parallelism wrote a shard whose last `ahead` masters are those of other parameters. Fewer ranks that
+    load it have several such shards in a row. The first mismatch ends the matching part of the first shard, which tells
+    the length of all.
 
     Args:
-        master: fp32.
-        weight: bf16, fp16 or fp32, as many.
-        ahead: how far further on.
-        seen: where the window ends by which that was found.
-        end: where the zeros begin in which the masters end, as those of a parameter that grew.
+        shift: the hypothesis.
+        window_end: end of the window that suggested it; the matching part is not shorter.
     """
-    limit = min(end, weight.numel - ahead)
-    stop = first_difference(master, weight, 0, limit, ahead)
-    if stop is None or stop + ahead >= end:
+    mismatch = shift.first_mismatch(0, shift.limit)
+    if mismatch is None or mismatch + shift.ahead >= shift.end:
         return True
-    return any(
-        _is_displaced_in_shards(master, weight, ahead, last, end)
-        for last in range(stop, max(stop - _ALIKE_BY_CHANCE, seen - 1, 0), -1)
-    )
+    shortest = max(mismatch - _EQUAL_BY_CHANCE + 1, window_end, 1)
+    return any(_fits_shards_of(shift, matching) for matching in range(mismatch, shortest - 1, -1))
 
 
-def _is_displaced_in_shards(master: Values, weight: Values, ahead: int, stop: int, end: int) -> bool:
-    """Return whether shards of `stop + ahead` elements, the last one perhaps shorter, are all displaced alike."""
-    limit, shard = min(end, weight.numel - ahead), stop + ahead
-    others = [(start, min(start + stop, limit)) for start in range(shard, end, shard)]
-    return all(
-        last - start >= _DISTINCT and first_difference(master, weight, start, last, ahead) is None
-        for start, last in others
-    )
+def _fits_shards_of(shift: _Shift, matching: int) -> bool:
+    """Return whether a shift holds in all shards behind the first, if the first `matching` masters of each are to match."""
+    starts = range(matching + shift.ahead, shift.end, matching + shift.ahead)
+    parts = [(start, min(start + matching, shift.limit)) for start in starts]
+    return all(stop - start >= _DISTINCT and shift.first_mismatch(start, stop) is None for start, stop in parts)
 
 
 def _short_displacement(master: Values, weight: Values, end: int) -> int:
-    """Return the displacement of a parameter that is too short for a window, and at the end of its buffer; else 0."""
+    """Return the displacement of a parameter that has no window, or 0.
+
+    Its candidate is the number of trailing zeros: those stand for what the buffer lacked, if the parameter was its last one.
+    """
     zeros = master.numel - end
     if not zeros or not has_many_numbers(master, end):
         return 0
@@ -163,36 +184,37 @@ def _short_displacement(master: Values, weight: Values, end: int) -> int:
 
 
 def zero_tail(master: Values, weight: Values, moments: Sequence[Values]) -> int:
-    """Return how many elements at the end are 0 in masters and moments.
+    """Return the number of elements at the end that are 0 in masters and moments.
 
-    0 where the weight has nothing but zeros there, too, or where the masters ahead of them are the weight's own.
+    The result is 0 where the weight, too, has only zeros there, or where the masters ahead of them are the weight's own.
     """
-    shortest = weight.numel
+    length = weight.numel
     for each in (master, *moments):
-        shortest = min(shortest, _zeros_at_the_end(each)) if shortest else 0  # most have none, and need no moments read
-    start = weight.numel - shortest
+        length = min(length, _trailing_zeros(each)) if length else 0  # most masters have none: no moment is read
+    start = weight.numel - length
     if has_many_numbers(weight, start) and first_difference(master, weight, 0, start) is None:
         return 0
     for block in range(start, weight.numel, BLOCK):
         if bool(weight.read(block, min(block + BLOCK, weight.numel)).any()):
-            return shortest
+            return length
     return 0
 
 
 def has_many_numbers(values: Values, stop: int, start: int = 0) -> bool:
-    """Return whether there are enough different numbers to tell a parameter of one model from that of another."""
+    """Return whether elements `start` to `stop` have enough distinct numbers to identify a parameter."""
     import torch
 
-    found = torch.empty(0)
-    width = _FIRST_LOOK
-    while start < stop and len(found) < _DISTINCT:
+    distinct = torch.empty(0)
+    width = _FIRST_READ
+    while start < stop and len(distinct) < _DISTINCT:
         end = min(start + width, stop)
-        found = torch.cat([found, values.read(start, end).float()]).unique()
+        distinct = torch.cat([distinct, values.read(start, end).float()]).unique()
         start, width = end, BLOCK
-    return len(found) >= _DISTINCT
+    return len(distinct) >= _DISTINCT
 
 
-def _zeros_at_the_end(values: Values) -> int:
+def _trailing_zeros(values: Values) -> int:
+    """Return the number of zeros at the end."""
     end = values.numel
     while end:
         start = max(end - BLOCK, 0)
@@ -203,14 +225,14 @@ def _zeros_at_the_end(values: Values) -> int:
     return values.numel
 
 
-def _found(window: Any, weight: Values, start: int) -> int | None:
-    """Return the first place, from `start` on, at which the weight is like the window."""
+def _find(window: Any, weight: Values, start: int) -> int | None:
+    """Return the first place of the weight, from `start` on, at which it equals the window, or None."""
     width = len(window)
     for block in range(start, weight.numel - width + 1, BLOCK):
-        there = weight.read(block, min(block + BLOCK + width - 1, weight.numel))
-        places = _alike(window[:1], there[: len(there) - width + 1]).nonzero().flatten()
-        for place in range(1, width):
-            places = places[_alike(window[place], there[places + place])]
+        read = weight.read(block, min(block + BLOCK + width - 1, weight.numel))
+        places = _equals_rounded(window[:1], read[: len(read) - width + 1]).nonzero().flatten()
+        for offset in range(1, width):
+            places = places[_equals_rounded(window[offset], read[places + offset])]
             if not len(places):
                 break
         else:
@@ -218,16 +240,15 @@ def _found(window: Any, weight: Values, start: int) -> int | None:
     return None
 
 
-def _alike(master: Any, weight: Any) -> Any:
-    """Return where masters are those of a weight: it is the master, rounded to its dtype.
+def _equals_rounded(master: Any, weight: Any) -> Any:
+    """Return for each element whether the weight is the master, rounded to the weight's dtype.
 
-    An optimizer that keeps a weight and the bits that it lost rounds ties another way, so a unit in the last place counts
-    as alike.
+    A unit in the last place is allowed: an optimizer that stores a weight and its lost bits rounds ties the other way.
     """
     import torch
 
-    rounded, kept = master.to(weight.dtype).float(), weight.float()
-    alike = (rounded == kept) | (rounded.isnan() & kept.isnan())
+    rounded, stored = master.to(weight.dtype).float(), weight.float()
+    equal = (rounded == stored) | (rounded.isnan() & stored.isnan())
     if weight.dtype != torch.float32:
-        alike |= (rounded - kept).abs() <= torch.finfo(weight.dtype).eps * kept.abs()
-    return alike
+        equal |= (rounded - stored).abs() <= torch.finfo(weight.dtype).eps * stored.abs()
+    return equal
