@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from dsa_source import statement_edits
+from edited_code import archive
 from probing import Texts, ask, parsed_once
-from repair_cases import archive
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes.dsa_sparse_attention import ALL_KEYS, FUNCTION, MASKING, TARGET, probe

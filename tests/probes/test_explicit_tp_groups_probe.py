@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from edited_code import archive, edited_release
 from probing import Texts, ask
-from repair_cases import archive, edited_release
 
 from megacpp_overlays.feature_probes import explicit_tp_groups as feature
 from megacpp_overlays.model import Finding, Verdict

@@ -6,12 +6,31 @@ from pathlib import Path
 
 import pytest
 from probing import ask
-from repair_cases import DISPATCHER, START
 
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource
+
+DISPATCHER = """
+import torch
+from transformer_engine.pytorch import QuantizedTensor
+from megatron.core.transformer.experimental_attention_variant.ops.sparse_mla import SparseMLA
+
+def _all_bfloat16(*tensors):
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+
+def fused_sparse_mla_absorbed(query, key, topk_indices, softmax_scale, v_channels):
+    if SparseMLA is None:
+        return None
+    if not _all_bfloat16(query, key):
+        return None
+    q = query.permute(1, 0, 2, 3).contiguous()
+    kv = key.permute(1, 0, 2, 3).contiguous()
+    out, _ = SparseMLA.apply(q, kv, topk_indices.unsqueeze(2), softmax_scale)
+    return out.permute(1, 0, 2, 3).contiguous()
+"""
+START = "    if SparseMLA is None:\n        return None\n"
 
 
 class Tree:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from edited_code import edited_release
 from probing import Texts, ask, parsed_once
-from repair_cases import edited_release
 
 from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import FUNCTION, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict

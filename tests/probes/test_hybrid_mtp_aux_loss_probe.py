@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from edited_code import edited_release
 from probing import Texts, ask
-from repair_cases import edited_release
 
 from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as told
 from megacpp_overlays.feature_probes import mtp_z_loss as divided

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from edited_code import archive
 from probing import Texts, ask
-from repair_cases import archive
 
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import (
     GROUPED,

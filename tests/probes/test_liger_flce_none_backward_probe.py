@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from edited_code import appended
 from probing import ask, parsed_once
 from releases import daily
-from repair_cases import CASES, appended
+from repair_cases import CASES
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Body, Finding, Proof, Verdict
@@ -236,7 +237,7 @@ def test_a_repair_whose_name_means_something_else_in_the_end_is_none(wheel: Whee
     assert finding.verdict is Verdict.UNRECOGNISED
 
 
-STILL_BROKEN = CASES["liger"]
+STILL_BROKEN = CASES["liger-flce-none-backward"]
 
 
 @pytest.mark.parametrize("edit", STILL_BROKEN.edits)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from edited_code import archive
 from probing import Texts, ask
-from repair_cases import archive
 
 from megacpp_overlays.feature_probes.mamba2_int32_offsets import NARROW, NORM, SCAN, probe_norm, probe_scan
 from megacpp_overlays.model import Finding, Target, Verdict

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from installed import Edited, tree_of
 from probing import ask
-from repair_cases import PRUNED
 
 from megacpp_overlays.feature_probes.mamba3_siso_pipelining import ANY_STAGES, probe
 from megacpp_overlays.loader import probing
@@ -15,6 +14,17 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.mamba3_siso_pipelining import OVERLAY
 from megacpp_overlays.runtime import gpus
+
+PRUNED = """
+def keep(configs, named_args, **kwargs):
+    major, _ = torch.cuda.get_device_capability(named_args["Q"].device)
+    if major in (10, 12):
+        return [config for config in configs if config.num_stages == 1]
+    return configs
+
+
+@triton.autotune(
+    prune_configs_by={"early_config_prune": keep},"""
 
 pytestmark = pytest.mark.upstream
 

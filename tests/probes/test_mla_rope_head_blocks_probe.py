@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from edited_code import released
 from probing import Texts, ask
-from repair_cases import released
 
 from megacpp_overlays.feature_probes.mla_rope_head_blocks import TARGET, probe
 from megacpp_overlays.model import Verdict

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from edited_code import edited_release
 from probing import Texts, ask
-from repair_cases import CASES, edited_release
+from repair_cases import CASES
 
 from megacpp_overlays.feature_probes import expert_bias_padding_mask as counts
 from megacpp_overlays.feature_probes import pipeline_padding_mask as stages
@@ -114,6 +115,6 @@ def test_what_was_not_read_is_unrecognised(feature: ModuleType, old: str, new: s
 
 
 def test_upstream_s_own_repair_of_counts_is_known_in_a_release_too() -> None:
-    case = CASES["masked counts"]
+    case = CASES["expert-bias-padding-mask"]
 
     assert case.ask(case.texts()).verdict is Verdict.FIXED

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from edited_code import edited_release
 from probing import Texts, ask, parsed_once
-from repair_cases import edited_release
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import (
     LOCAL,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from edited_code import archive, edited_release
 from probing import Texts, ask, parsed_once
 from releases import only
-from repair_cases import archive, edited_release
 
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
     EXPERTS,

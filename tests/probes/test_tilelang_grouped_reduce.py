@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from edited_code import archive
 from installed import Edited, tree_of
 from probing import ask
-from repair_cases import archive
 
 from megacpp_overlays.feature_probes import tilelang_grouped_reduce as feature
 from megacpp_overlays.model import Verdict

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from edited_code import archive, edited_release
 from probing import Texts, ask, parsed_once
-from repair_cases import archive, edited_release
 
 from megacpp_overlays.feature_probes.tp_norm_gradients import (
     ATTENTION,
