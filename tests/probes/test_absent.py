@@ -1,4 +1,4 @@
-"""No probe takes for absent what a module hands on, or what nobody can read in the time that an import may take."""
+"""Probes say ABSENT of what is not there, and of nothing that a module hands on or that takes too long to read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,48 @@ OVERLAYS = [each for each in ERRATA if each.installs]
 
 
 class OneText:
-    """A tree in which every module has the same text."""
+    """A tree in which every module has the same text; None where it has no module."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str | None) -> None:
         self._text = text
 
     def module(self, name: str) -> ModuleSource | None:
-        return ModuleSource(name, f"{name}.py", self._text)
+        return None if self._text is None else ModuleSource(name, f"{name}.py", self._text)
 
 
 def name_of(erratum: Erratum) -> str:
     return f"{erratum.id} {erratum.target.module.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("erratum", ERRATA, ids=name_of)
+def test_without_its_module_a_target_is_absent(erratum: Erratum) -> None:
+    assert probing.examine(erratum, OneText(None)).verdict is Verdict.ABSENT
+
+
+NOT_BY_ITS_NAME = {
+    *("compile-budget-dropout", "dcp-fresh-optimizer-state", "fsdp-fused-accumulation", "fsdp-lone-rank-gradients"),
+    *(
+        "fsdp-reduced-twice",
+        "fsdp2-per-token-loss",
+        "hybrid-linear-ce",
+        "liger-flce-labelled",
+        "loss-parallel-log-softmax",
+    ),
+    *("mamba3-mimo-gqa-backward", "mamba3-mimo-reduce-layout", "megatron-cuda-on-import", "mix-order-reduction-views"),
+    *("mla-rope-head-blocks", "muon-gated-fc1", "sft-end-of-turn-loss", "sparse-mla-dimensions"),
+    *("tilelang-bulk-copy-rank", "tilelang-grouped-reduce", "tilelang-zero-extent-iterator", "tp-label-smoothing"),
+    *("tp-norm-gradients", "trainer-moe-aux-loss", "triton-register-operands"),
+}
+"""Overlays whose defect may be in a module without the target's name."""
+
+
+@pytest.mark.parametrize("erratum", ERRATA, ids=name_of)
+def test_without_its_name_a_target_is_absent_where_the_defect_can_be_nowhere_else(erratum: Erratum) -> None:
+    may_be_elsewhere = erratum.id in NOT_BY_ITS_NAME or name_of(erratum) == "gdn-capture-gates common"
+
+    found = probing.examine(erratum, OneText("class Other: pass\n"))
+
+    assert found.verdict is (Verdict.UNRECOGNISED if may_be_elsewhere else Verdict.ABSENT), found.summary()
 
 
 @pytest.mark.parametrize("erratum", OVERLAYS, ids=name_of)
@@ -36,8 +67,9 @@ def name_of(erratum: Erratum) -> str:
         "def __getattr__(name):\n    return table[name]",
         "globals()['{name}'] = make()",
         "exec(text)",
+        "def {name}(",
     ],
-    ids=["star", "import", "assignment", "hook", "globals", "exec"],
+    ids=["star", "import", "assignment", "hook", "globals", "exec", "no module of Python"],
 )
 def test_a_name_that_a_module_hands_on_is_not_absent(erratum: Erratum, gives: str) -> None:
     name = erratum.target.symbol.partition(".")[0]

@@ -1,22 +1,14 @@
-"""Over which blocks of heads rotary kernels of MLA are tuned: given trees, and edits of the newest release."""
+"""The probe of the blocks of heads that rotary kernels of MLA are tuned over: the same meaning, and another."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from edited_code import released
 from probing import Texts, ask
 
 from megacpp_overlays.feature_probes.mla_rope_head_blocks import TARGET, probe
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.file_trees import DirectoryTree
 
 MODULE = TARGET.module
-
-
-def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
-    for path in upstream_trees:
-        assert ask(probe, DirectoryTree(path)).verdict is not Verdict.UNRECOGNISED, path
 
 
 def test_a_text_of_the_same_meaning_is_known_and_an_edited_one_is_not() -> None:
