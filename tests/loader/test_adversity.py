@@ -16,7 +16,7 @@ import wrapt
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import HANG_S
 
-from megacpp_overlays.errors import ActivationError, SeamError
+from megacpp_overlays.errors import ActivationError
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import LogForm, Mode
 from megacpp_overlays.model import Decision, Observation, Record
@@ -196,37 +196,6 @@ def test_undone_and_armed_again_although_somebody_holds_the_old_seam(upstream: U
 
     assert only(current).decision is Decision.ACTIVE
     assert module.double is held
-
-
-def test_names_that_were_bound_while_a_seam_was_in_are_led_back_by_undo(
-    upstream: Upstream, session: SessionMaker
-) -> None:
-    current = session(upstream.overlay())
-    current.arm()
-    upstream.write("from .layers import double as twice\n", module="user")
-    user = upstream.load("user")
-    assert user.twice(1) == 2
-
-    current.undo()
-
-    assert user.twice is upstream.load().double
-    assert user.twice(1) == 3
-
-
-def test_an_undo_that_fails_says_so_and_can_be_tried_again(upstream: Upstream, session: SessionMaker) -> None:
-    current = session(upstream.overlay())
-    current.arm()
-    module = upstream.load()
-    ours = module.double
-    module.double = lambda x: ours(x)
-    with pytest.raises(SeamError, match="was replaced after us by"):
-        current.undo()
-    assert only(current).decision is Decision.CONFLICT
-
-    module.double = ours
-    current.undo()
-
-    assert module.double(1) == 3
 
 
 def test_an_undo_in_another_thread_waits_for_the_decision_that_is_being_taken(

@@ -73,17 +73,6 @@ def test_another_function_of_the_same_name_is_left_alone(upstream: Upstream) -> 
     assert user.double(1) == 0
 
 
-def test_looking_for_names_does_not_wake_lazy_modules(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lazy(ModuleType):
-        def __getattr__(self, name: str) -> object:
-            raise AssertionError(f"woken by {name}")
-
-    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
-    monkeypatch.setitem(sys.modules, "not_a_module", object())  # type: ignore[misc]
-
-    assert rebound([put(upstream.load(), "double")], deep=True) == []
-
-
 def test_what_only_holds_names_is_held_by_nobody(upstream: Upstream) -> None:
     seam = put(upstream.load(), "double")
 

@@ -476,13 +476,6 @@ def test_a_child_does_not_bring_back_the_folder_of_a_handle_that_was_closed(
     assert said(done) == {"gave": True, "came_back": False}
 
 
-def test_a_name_that_is_no_environment_is_a_wrong_setting(env: dict[str, str]) -> None:
-    done = launch("-c", "import megacpp_overlays", env={**env, "MEGACPP_OVERLAYS_CHILDREN": "1"})
-
-    assert done.returncode == 1
-    assert "MEGACPP_OVERLAYS_CHILDREN=1 is not the name of an environment; unset it" in done.stderr
-
-
 # --- receipts -------------------------------------------------------------------------------------------------
 
 CLOSES = """
