@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from probing import ParsedOnce, parsed_once
 
-from megacpp_overlays.feature_probes.float16_mixer_parameters import (
-    GATED_DELTA_PRODUCT,
-    MAMBA,
-)
+from megacpp_overlays.feature_probes.float16_mixer_parameters import GATED_DELTA_PRODUCT, MAMBA
 from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_mixer_parameters import PARTS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes.latent_moe_fc2_init import (
-    SCALED_BY_SPECIFICATION,
-)
+from megacpp_overlays.feature_probes.latent_moe_fc2_init import SCALED_BY_SPECIFICATION
 from megacpp_overlays.overlays.latent_moe_fc2_init import PARTS
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes.mla_rope_key_gradient import (
-    TARGET,
-    probe,
-)
+from megacpp_overlays.feature_probes.mla_rope_key_gradient import TARGET, probe
 from megacpp_overlays.model import Verdict
 
 

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from probing import Texts, ask, parsed_once
 
-from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import (
-    TARGET,
-    probe,
-)
+from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import TARGET, probe
 from megacpp_overlays.model import Verdict
 
 WITHOUT_PACKED_ROWS = ("0.12.0", "0.15.3")

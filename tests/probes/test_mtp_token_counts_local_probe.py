@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from probing import parsed_once
 
-from megacpp_overlays.feature_probes.mtp_token_counts_local import (
-    LOSS,
-    probe,
-)
+from megacpp_overlays.feature_probes.mtp_token_counts_local import LOSS, probe
 from megacpp_overlays.model import Verdict
 
 WITHOUT_COUNTS = ("0.12.0", "0.16.1")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes.tp_label_smoothing import (
-    TARGET,
-    probe,
-)
+from megacpp_overlays.feature_probes.tp_label_smoothing import TARGET, probe
 from megacpp_overlays.model import Verdict
 
 FUNCTION, ENTRY = "_VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 from probing import Texts, ask, parsed_once
 
-from megacpp_overlays.feature_probes.tp_norm_gradients import (
-    BY_NAME,
-    OLD_BY_NAME,
-    TARGET,
-    probe,
-)
+from megacpp_overlays.feature_probes.tp_norm_gradients import BY_NAME, OLD_BY_NAME, TARGET, probe
 from megacpp_overlays.model import Verdict
 
 SHAPES = {"0.12.3": OLD_BY_NAME, "0.15.3": BY_NAME, "0.16.0": BY_NAME, "0.19.2": BY_NAME}
