@@ -9,7 +9,7 @@ from pathlib import Path
 from places import ROOT
 from trees import STAND_INS
 
-TEST = "tests/probes/test_tp_label_smoothing_probe.py::test_given_trees_are_recognised"
+TEST = "tests/probes/test_recorded_places.py::test_given_trees_are_recognised[tp-label-smoothing cross_entropy]"
 
 
 def run(*words: str | Path) -> str:
