@@ -135,6 +135,14 @@ def test_a_conversion_that_chooses_differently_is_not_recognised(honouring: str,
     assert examine(honouring.replace(CONVERSION, changed)).verdict is Verdict.UNRECOGNISED
 
 
+def test_a_class_that_is_handed_on_in_its_module_is_not_recognised(released: str) -> None:
+    """No place of the record would tell it."""
+    finding = examine(f"{released}\n\npatch(Float16Module)\n")
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert "Float16Module is used outside its class" in finding.summary()
+
+
 def test_fp16_and_bf16_must_be_cast_the_same_way(released: str, honouring: str) -> None:
     mixed = honouring.replace("convert_module_to_dtype_except_fp32_marked(module, torch.half)", "module.half()")
     assert mixed not in (released, honouring)

@@ -37,3 +37,9 @@ def test_what_goes_another_way_is_not_recognised(feature: object, text: str) -> 
     probe, module = feature.probe, feature.TARGET.module  # type: ignore[attr-defined]
 
     assert ask(probe, Texts({module: text})).verdict is Verdict.UNRECOGNISED
+
+
+def test_an_older_module_that_knows_layers_of_a_prediction_is_not_absent() -> None:
+    texts = {told.TARGET.module: None, "megatron.core.ssm.mamba_block": "class MambaStack:\n    is_mtp_layer = False\n"}
+
+    assert ask(told.probe, Texts(texts)).verdict is Verdict.UNRECOGNISED
