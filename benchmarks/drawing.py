@@ -1,6 +1,7 @@
-"""Shared parts of plots: a sheet that a screen reader can name and that is dark where its reader's screen is, and text on it.
+"""SVG elements of the plots: the document, text, bars, lines and curves.
 
-A browser that shows an SVG as an image follows the reader's choice of dark or light, too (`prefers-color-scheme`).
+The document has a title and a description for screen readers. Its style follows the reader's light or dark theme
+(`prefers-color-scheme`), also where a browser shows the SVG as an image.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _STYLE = """\
 
 
 def sheet(width: float, height: float, title: str, description: str, body: Iterable[str]) -> str:
-    """Return an SVG.
+    """Return an SVG document.
 
     Args:
-        width: in pixels, at its own size.
+        width: in pixels, without scaling.
         height: likewise.
         title: what it is, for a screen reader and as a tooltip.
         description: what it shows, in a sentence or two.
-        body: its elements, from the bottom up.
+        body: its elements; later ones are drawn over earlier ones.
     """
     return "\n".join(
         [
@@ -48,13 +49,13 @@ def sheet(width: float, height: float, title: str, description: str, body: Itera
 def text(
     x: float, y: float, words: str, *, kind: str = "text", size: int = 13, weight: int = 400, anchor: str = "start"
 ) -> str:
-    """Return one line of text; its kind is a class of the style."""
+    """Return one line of text; `kind`, here and below, is a CSS class of `_STYLE`."""
     place = f'x="{x:.1f}" y="{y:.1f}"'
     return f'<text class="{kind}" {place} font-size="{size}" font-weight="{weight}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, kind: str) -> str:
-    """Return a bar that begins at x."""
+    """Return a bar whose left edge is at x, at least one pixel wide."""
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height:g}" rx="2"/>'
 
 
@@ -64,7 +65,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1
 
 
 def curve(points: Iterable[tuple[float, float]], kind: str, width: float = 1.6, *, dash: str = "") -> str:
-    """Return a line through points; `dash` is as in SVG."""
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    broken = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{places}" fill="none" class="{kind}" stroke-width="{width:g}"{broken}/>'
+    """Return a line through points; `dash` is the `stroke-dasharray` of SVG."""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<polyline points="{path}" fill="none" class="{kind}" stroke-width="{width:g}"{dashes}/>'

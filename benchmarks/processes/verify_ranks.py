@@ -256,7 +256,7 @@ def page() -> str:
 
     told = told_here()
     size = len(json.dumps(told))
-    packed = len(rank_exchange._pack(told))  # noqa: SLF001
+    packed = len(rank_exchange.encode(told))
     lines = [
         "# Asking all ranks whether they run the same code",
         "",

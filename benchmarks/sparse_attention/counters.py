@@ -1,9 +1,9 @@
-"""Bottleneck of each kernel of attention over chosen keys, by the counters of the GPU: run under NVIDIA Nsight Compute.
+"""Profile the kernels of attention over chosen keys under NVIDIA Nsight Compute: GPU counters and the bottleneck of each kernel.
 
     python benchmarks/sparse_attention/counters.py [--json FILE] [--write FILE.md]
     python benchmarks/sparse_attention/counters.py --page FILE.json [--write FILE.md]      make the page again, on any host
 
-`ncu` must be on the PATH, and the user allowed to read counters. Clocks are left as they are, and a kernel has the GPU to itself.
+`ncu` must be on the PATH, and the user allowed to read counters. Clocks are not locked, and kernels run one at a time.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ METRICS = {
     "Registers Per Thread": "registers",
     "Grid Size": "programs",
 }
-"""Of ncu, by the names that they are kept under."""
+"""Metrics of ncu, each with its key in the results."""
 _BUSIEST = re.compile(r"(\w+) is the highest-utilized pipeline \((\d+\.\d+)%\)")
 FORWARD = "attend_rows"
-"""The kernel of which it is sampled where the warps that take the softmax spend their time."""
+"""The kernel whose softmax warps are sampled."""
 _SCORES, _WAITED, _HANDED_ON = "HGMMA.64x64x16", "WARPGROUP.DEPBAR", "SYNCS.ARRIVE"
-"""Instructions of its machine code: the product of queries and keys, the wait for it, and the sign that weights are there."""
+"""Machine instructions of its softmax warps: the product of queries and keys, the wait for it, and the signal that weights are ready."""
 TENSOR = ("Tensor", "Shared")
-"""The tensor cores, and the pipe that they share with 64-bit arithmetic, which these kernels have none of."""
+"""Pipelines of the tensor cores. `Shared` also runs 64-bit arithmetic, which these kernels do not use."""
 SLOTS = 2048
-"""Chosen keys of a shape that does not say how many."""
+"""Chosen keys for each query, where a shape has no number of them."""
 _SHARES = {
     "keys": "of them until keys are there,",
     "product": "in the product of queries and keys,",
     "softmax": "in the softmax.",
 }
 OPERATIONS_OF_A_CYCLE = 4096
-"""Of bfloat16 on the tensor cores of one multiprocessor of Hopper, multiplications and additions: 989 TFLOP/s at 1.83 GHz."""
+"""bfloat16 multiplications and additions in a clock cycle of one Hopper multiprocessor: 989 TFLOP/s at 1.83 GHz."""
 
 
 def main() -> None:
-    """Count, print the page, and keep what is asked for."""
+    """Collect the counters, print the page, and write the files that were asked for."""
     chosen = arguments()
     if chosen.work:
         run_once(chosen.work)
@@ -75,21 +75,21 @@ def main() -> None:
     found["multiprocessors"] = multiprocessors()
     watch = progress.Progress()
     for shape in watch.each([(each, each) for each in chosen.shape]):
-        found["shapes"].append({"shape": shape, "kernels": counted(shape), "samples": sampled(shape)})
+        found["shapes"].append({"shape": shape, "kernels": collect_counters(shape), "samples": sample_softmax(shape)})
         found["seconds"] = round(watch.seconds, 1)
         report.keep(found, chosen.json)
     report.publish(found, chosen, markdown)
 
 
 def multiprocessors() -> int:
-    """Return how many the GPU has."""
+    """Return the number of multiprocessors of the GPU."""
     import torch
 
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 def run_once(text: str) -> None:
-    """Attend once, forward and backward."""
+    """Run one forward and one backward pass, in the process that ncu profiles."""
     import torch
     from sparse_attention import work
 
@@ -99,20 +99,20 @@ def run_once(text: str) -> None:
     torch.cuda.synchronize()
 
 
-def counted(shape: str) -> dict[str, Any]:
-    """Return the counters of the first launch of each kernel that such a shape has."""
+def collect_counters(shape: str) -> dict[str, Any]:
+    """Return the counters of the first launch of each kernel."""
     words = [word for section in SECTIONS for word in ("--section", section)]
     return read(_ncu(shape, "details", *words, "--kernel-name", f"regex:{'|'.join(KERNELS)}", "--launch-count", "6"))
 
 
-def sampled(shape: str) -> dict[str, float] | None:
-    """Return the shares of the time of the warps that take the softmax of a forward pass; None where that kernel has no such warps."""
+def sample_softmax(shape: str) -> dict[str, float] | None:
+    """Return the shares of time of the softmax warps in a forward pass; None for a kernel without such warps."""
     words = ("--section", "SourceCounters", "--kernel-name", f"regex:{FORWARD}", "--launch-count", "1")
     return shares(_ncu(shape, "source", *words))
 
 
 def _ncu(shape: str, page: str, *words: str) -> str:
-    """Return what ncu prints of a shape on one of its pages."""
+    """Profile a shape; return one page of ncu as CSV."""
     command = ["ncu", "--clock-control", "none", "--csv", "--page", page, *words]
     command += [sys.executable, "-W", "ignore", __file__, "--work", shape]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -122,7 +122,7 @@ def _ncu(shape: str, page: str, *words: str) -> str:
 
 
 def shares(printed: str) -> dict[str, float] | None:
-    """Return shares of samples in the loop over tiles: until keys are there, product of queries and keys, softmax.
+    """Return shares of samples in the loop over tiles: wait for keys, product of queries and keys, softmax.
 
     Args:
         printed: machine code with samples, as ncu prints it.
@@ -147,7 +147,7 @@ def _next(code: list[str], start: int, word: str) -> int:
 
 
 def read(printed: str) -> dict[str, Any]:
-    """Return the counters in what ncu printed, by kernel; of its first launch."""
+    """Parse the CSV of ncu; return the counters of the first launch of each kernel."""
     lines = printed[printed.index('"ID"') :].splitlines()
     found: dict[str, dict[str, Any]] = {}
     launches: dict[str, str] = {}
@@ -164,13 +164,12 @@ def read(printed: str) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Return the page."""
+    """Return the page of results."""
     lines = [
         "Written by `benchmarks/sparse_attention/counters.py`: NVIDIA Nsight Compute's counters of the first launch of each kernel, alone on",
-        "the GPU at the clocks that it takes. Shapes are queries x keys x heads x channels x value channels, 2048 keys chosen; the",
-        "kernels of a backward pass are launched for a part of the queries at a time. Percentages are of the most that a unit can do. A TFLOP/s is",
-        "what the tensor cores do while a kernel runs, by how busy they are, at its clock; `Shared` is their pipe and that of 64-bit arithmetic, which",
-        "is not there.",
+        "the GPU, with clocks that are not locked. Shapes are queries x keys x heads x channels x value channels, 2048 keys chosen; a backward",
+        "pass launches its kernels for a part of the queries at a time. Percentages are of the peak of a unit. TFLOP/s are the peak of the tensor",
+        "cores at the clock of the kernel, times their utilization. The pipe `Shared` has tensor cores and 64-bit arithmetic, which no kernel uses.",
     ]
     for each in found["shapes"]:
         lines += ["", f"## {each['shape']}", ""]
@@ -180,21 +179,21 @@ def markdown(found: dict[str, Any]) -> str:
         lines += report.table(head, rows)
         if each.get("samples"):
             lines += ["", said_of_samples(each, found["multiprocessors"])]
-    return report.whole("What holds attention over chosen keys back", found, lines)
+    return report.whole("Bottlenecks of attention over chosen keys", found, lines)
 
 
 def said_of_samples(each: dict[str, Any], multiprocessors: int) -> str:
-    """Return where the warps that take the softmax spend the cycles of a tile of 64 heads and 64 slots, in a sentence."""
+    """Return a sentence: the cycles of a tile of 64 heads and 64 slots, and how the softmax warps spend them."""
     queries, _, heads, _, _, *chosen = map(int, each["shape"].split("x"))
     one = each["kernels"][FORWARD]
     tiles = queries * math.ceil(heads / 64) * (chosen[0] if chosen else SLOTS) / 64
     cycles = one["ns"] / 1e9 * one["hz"] * multiprocessors / tiles
-    shares_of = " ".join(f"{each['samples'][name]:.0%} {words}" for name, words in _SHARES.items())
-    return f"In `{FORWARD}` a tile of 64 heads and 64 slots takes {cycles:,.0f} cycles of a multiprocessor. The warps that take the softmax spend {shares_of}"
+    parts = " ".join(f"{each['samples'][name]:.0%} {words}" for name, words in _SHARES.items())
+    return f"In `{FORWARD}` a tile of 64 heads and 64 slots takes {cycles:,.0f} cycles of a multiprocessor. The warps that take the softmax spend {parts}"
 
 
 def row(name: str, one: dict[str, Any], multiprocessors: int) -> list[str]:
-    """Return a line of a table."""
+    """Return the row of a kernel in a table."""
     rate = None
     if one.get("pipe") in TENSOR:
         rate = one["pipe_busy"] / 100 * OPERATIONS_OF_A_CYCLE * multiprocessors * one["hz"] / 1e12
@@ -211,7 +210,7 @@ def row(name: str, one: dict[str, Any], multiprocessors: int) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Counters of the kernels of attention over chosen keys, on a GPU.")
     parser.add_argument("--json", type=Path, help="keep every number in this file, shape by shape")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
