@@ -1,4 +1,4 @@
-"""Claims about megatron-bridge's pretrain function under overlays, judged as those about Megatron-LM's own launcher are."""
+"""Claims about megatron-bridge's pretrain function under overlays, judged by the rules for Megatron-LM's launcher."""
 
 from __future__ import annotations
 

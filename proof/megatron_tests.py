@@ -1,4 +1,4 @@
-"""Megatron-LM's own tests of sparse attention, without overlays and with: how they are run, and what is claimed of them."""
+"""Run Megatron-LM's own tests of sparse attention without and with overlays, and judge the claims about them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from processes import ProofError
 from upstream_tests import both_ways
 
 USED = ("dsa-sparse-attention", "dsa-indexer-streaming")
-"""What these tests call."""
+"""Overlays that these tests must call."""
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return how each test ended, and what of the overlays was called."""
+    """Return the outcome of each test, and the calls of overlays."""
     if place.checkout is None:
         raise ProofError(f"no checkout of Megatron-LM was given: {WAY_OUT}")
     (copy := place.folder / "checkout").mkdir()
@@ -27,7 +27,7 @@ def measure(place: Workplace, say: Say) -> Found:
 
 
 def used(found: Found) -> Verdict:
-    """Judge that these tests reach what is to be tried, and that nothing is in conflict."""
+    """Judge that the tests call each of `USED`, and that no overlay is in conflict."""
     calls, conflicts = found["with"]["calls"], found["with"]["conflicts"]
     named = ", ".join(f"{name} {count} times" for name, count in sorted(calls.items(), key=lambda each: -each[1]))
     figure = f"called: {named or 'none'}; in conflict: {', '.join(conflicts) or 'none'}"

@@ -1,4 +1,4 @@
-"""The page of a proof, made of its receipts. Standard library only."""
+"""Write the Markdown page of a proof from its receipts. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ TITLES = {
     False: ("Proof on a CPU", "make proof-cpu"),
     True: ("Proof with Megatron-LM's own launcher", "make proof MEGATRON_LM=CHECKOUT"),
 }
-"""Title and command, by whether it is the proof that needs a checkout."""
+"""Title and command of the proofs without and with a checkout of Megatron-LM."""
 ON_A_GPU = ("Proof on a GPU", "make proof-gpu")
 LAYERS_TITLE = (
     "Proof with every type of layer in Megatron-LM's own launcher",
     "proof/run.py --megatron-lm CHECKOUT --only megatron-layers",
 )
-"""Where it was asked for alone: its packages are in no lock."""
+"""Of a run of this part alone: its packages are in no lock."""
 BRIDGE_TITLE = ("Proof with the pretrain function of megatron-bridge", "make proof-bridge")
 
 
 def markdown(found: Found) -> str:
-    """Return the page."""
+    """Return the page of a proof."""
     claims, measured = found["claims"], found["measured"]
     counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
-    of_a_checkout = any(name.startswith("megatron") for name in measured)
-    title, command = TITLES[of_a_checkout]
+    has_checkout = any(name.startswith("megatron") for name in measured)
+    title, command = TITLES[has_checkout]
     if "bridge" in measured:
         title, command = BRIDGE_TITLE
     elif set(measured) == {"megatron-layers"}:
         title, command = LAYERS_TITLE
-    elif not of_a_checkout and "gpu" in found["host"]:
+    elif not has_checkout and "gpu" in found["host"]:
         title, command = ON_A_GPU
     lines = [
         f"# {title}",

@@ -1,12 +1,11 @@
-"""Write findings of every probe in the releases of the lanes, megacpp_overlays/loader/known.json, and the digest of every release,
-megacpp_overlays/source/published.json.
+"""Write known findings, megacpp_overlays/loader/known.json, and digests of releases, megacpp_overlays/source/published.json.
 
-known_findings.py           write it, from the releases in .cache/wheels
-known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
-known_findings.py --newest  check only what is written of the newest release of each distribution, which takes seconds
+known_findings.py           write both, from the releases in .cache/wheels
+known_findings.py --check   exit 1 if a file is out of step, and name it
+known_findings.py --newest  check only the findings for the newest release of each distribution, which takes seconds
 known_findings.py --head 'main d98e8a64dd=PATH'  add the digest of a checkout of Megatron-LM that was read
 
-Of each distribution that an overlay is about: the oldest release that a lane pins, and every later one.
+Findings are those of every probe, for the oldest release of its distribution that a lane pins and every later one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megacpp_overlays.upkeep.finding_cache import FindingCache
 ROOT = Path(__file__).resolve().parents[1]
 LANES = ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned", "edge")
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
-# What is found does not depend on the version: tests hold the findings against each of these.
+# Findings are the same on each of these versions, as tests check.
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
@@ -42,8 +41,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they are out of step")
     parser.add_argument("--archives", type=Path, default=ROOT / ".cache/wheels", metavar="FOLDER")
-    parser.add_argument("--findings", type=Path, metavar="FOLDER", help="keep what probes find here, and read it again")
-    parser.add_argument("--newest", action="store_true", help="check only what is written of the newest releases")
+    parser.add_argument("--findings", type=Path, metavar="FOLDER", help="cache of findings")
+    parser.add_argument("--newest", action="store_true", help="check only the findings for the newest releases")
     parser.add_argument(
         "--head", action="append", default=[], metavar="NAME=PATH", help="a checkout whose digest is kept"
     )
@@ -58,10 +57,10 @@ def main() -> int:
         published.FILE.write_text(json.dumps(texts, indent=0, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     if given.newest:
-        strange = list(differing_of_newest(given.archives))
-        print("\n".join(strange) or "as the probes find it")
-        return int(bool(strange))
-    found = json.dumps(collected(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
+        differing = list(differing_of_newest(given.archives))
+        print("\n".join(differing) or "as the probes find it")
+        return int(bool(differing))
+    found = json.dumps(collect(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
     digests = json.dumps(published_releases(given.archives), indent=0, sort_keys=True) + "\n"
     texts = {known.FILE: found, published.FILE: digests}
     if not given.check:
@@ -74,17 +73,17 @@ def main() -> int:
 
 
 def packages() -> dict[str, Target]:
-    """Return a target in each package of upstream that an overlay changes, by `published.key_of`."""
+    """Return one target in each upstream package that overlays change, by `published.key_of`."""
     return {published.key_of(each.target): each.target for each in registry.load() if each.installs}
 
 
 def published_releases(archives: Path) -> dict[str, dict[str, str]]:
-    """Return the digest of the package of each release, by `published.key_of` and version, of all packages of overlays.
+    """Return the digest of each release of each package, by `published.key_of` and version.
 
-    Those of branch heads, whose names have a space, are kept.
+    Digests of branch heads, whose names have a space, are kept.
     """
     kept = json.loads(published.FILE.read_text(encoding="utf-8"))
-    found = {name: {head: digest for head, digest in of.items() if " " in head} for name, of in kept.items()}
+    found = {key: {name: digest for name, digest in of.items() if " " in name} for key, of in kept.items()}
     for key, target in packages().items():
         releases_of = found.setdefault(key, {})
         for version, path in _archives(target.distribution, archives).items():
@@ -95,7 +94,7 @@ def published_releases(archives: Path) -> dict[str, dict[str, str]]:
 
 
 def differing_of_newest(archives: Path) -> Iterator[str]:
-    """Yield what is written otherwise than the probes find it in the newest release of each distribution."""
+    """Yield kept findings for the newest release of each distribution that differ from what the probes find."""
     kept = json.loads(known.FILE.read_text(encoding="utf-8"))
     if (kept["probes"], tuple(kept["pythons"])) != (known.code(), PYTHONS):
         yield f"{known.FILE.name}: it was written with other probes"
@@ -110,12 +109,12 @@ def differing_of_newest(archives: Path) -> Iterator[str]:
                 if isinstance(each, Overlay) and names is not None:
                     sources = [tree.module(name) for name in names]
                     data = known.as_data(each, found, [source for source in sources if source is not None])
-                    if _written(kept, each, names, known.digest(names, sources)) != json.loads(json.dumps(data)):
+                    if _kept_finding(kept, each, names, known.digest(names, sources)) != json.loads(json.dumps(data)):
                         yield f"{known.FILE.name}: {known.name_of(each)} on {distribution} {version}"
 
 
-def _written(kept: dict[str, Any], overlay: Overlay, names: tuple[str, ...], digest: str) -> dict[str, Any] | None:
-    """Return the finding that is written of these texts, or None."""
+def _kept_finding(kept: dict[str, Any], overlay: Overlay, names: tuple[str, ...], digest: str) -> dict[str, Any] | None:
+    """Return the kept finding for these texts, or None."""
     for row in kept["parts"][known.name_of(overlay)]:
         if tuple(row["asked"]) == names and digest in row["found"]:
             found = kept["findings"][row["found"][digest]]
@@ -123,8 +122,8 @@ def _written(kept: dict[str, Any], overlay: Overlay, names: tuple[str, ...], dig
     return None
 
 
-def collected(archives: Path, cache: FindingCache) -> dict[str, Any]:
-    """Return what is to be kept."""
+def collect(archives: Path, cache: FindingCache) -> dict[str, Any]:
+    """Return the contents of known.json."""
     overlays = [each for each in registry.load() if isinstance(each, Overlay)]
     parts: dict[str, dict[tuple[str, ...], dict[str, int]]] = {known.name_of(each): {} for each in overlays}
     findings: list[dict[str, Any]] = []
@@ -132,7 +131,7 @@ def collected(archives: Path, cache: FindingCache) -> dict[str, Any]:
         chosen = [each for each in overlays if each.target.distribution == distribution]
         for path in releases(distribution, archives):
             with ArchiveTree(path) as archive, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in old releases
+                warnings.simplefilter("ignore")  # invalid escapes in old releases
                 tree = CachedTree(archive)
                 for overlay in chosen:
                     _keep(overlay, tree, parts[known.name_of(overlay)], findings, cache)
@@ -155,7 +154,7 @@ def _keep(
 ) -> None:
     found, names = cache.derive(overlay, tree)
     if names is None:
-        return  # a file that is no module, or cannot be read: what depends on it is not kept
+        return  # the finding rests on a file that is no module or cannot be read
     sources = [tree.module(name) for name in names]
     data = known.as_data(overlay, found, [each for each in sources if each is not None])
     if data is None:
@@ -166,7 +165,7 @@ def _keep(
 
 
 def releases(distribution: str, archives: Path) -> Iterator[Path]:
-    """Yield the releases from the oldest one that a lane pins, in order."""
+    """Yield the final releases in order, from the oldest that a lane pins."""
     oldest = min(_pinned(distribution))
     found = _archives(distribution, archives)
     if not found:
@@ -175,9 +174,9 @@ def releases(distribution: str, archives: Path) -> Iterator[Path]:
 
 
 def _archives(distribution: str, archives: Path) -> dict[Version, Path]:
-    return {
-        _version(path): path for path in sorted(archives.iterdir()) if _name(path) == canonicalize_name(distribution)
-    }
+    wanted = canonicalize_name(distribution)
+    parsed = ((path, *_parse_name(path)) for path in sorted(archives.iterdir()))
+    return {version: path for path, name, version in parsed if name == wanted}
 
 
 def _pinned(distribution: str) -> Iterator[Version]:
@@ -188,15 +187,7 @@ def _pinned(distribution: str) -> Iterator[Version]:
                     yield Version(version)
 
 
-def _name(path: Path) -> str:
-    return _parsed(path)[0]
-
-
-def _version(path: Path) -> Version:
-    return _parsed(path)[1]
-
-
-def _parsed(path: Path) -> tuple[str, Version]:
+def _parse_name(path: Path) -> tuple[str, Version]:
     parse = parse_wheel_filename if path.suffix == ".whl" else parse_sdist_filename
     name, version = parse(path.name)[:2]
     return name, version

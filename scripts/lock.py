@@ -1,7 +1,7 @@
-"""Make a lock from its lane, and refuse a lock that is no longer its lane's.
+"""Compile locks from lanes, and refuse a lock that does not match its lane.
 
     lock.py write [--upgrade] NAME...    compile locks/NAME.in into locks/NAME.txt, with hashes
-    lock.py check LOCK...                exit 1 unless each LOCK is what its lane says, and fits this machine
+    lock.py check LOCK...                exit 1 unless each LOCK matches its lane and this machine
 
 A lane is a file locks/NAME.in. Its head is the metadata:
 
@@ -10,8 +10,8 @@ A lane is a file locks/NAME.in. Its head is the metadata:
     # platform: x86_64-manylinux_2_28    or `any`: one lock for every platform, from this Python on
     # options: ...                       more for `uv pip compile`
 
-`write` puts the same head on the lock, with a digest of everything that it was compiled from. `check` needs nothing but
-Python, because it comes before every environment: a lane and a lock that disagree must fail before anything is installed.
+`write` gives the lock the same head, with a digest of its inputs. `check` needs only Python, because it runs before an
+environment is made: a lane and a lock that disagree must fail before anything is installed.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _head(path: Path) -> list[str]:
 
 
 def inputs(lane: Path) -> str:
-    """Return the SHA-256 of all that a lock of this lane is compiled from."""
-    said = metadata(lane)
-    options = said.get("options", "")
-    parts = [f"{name}: {said.get(name, '')}" for name in ("lane", "python", "platform", "options")]
+    """Return the SHA-256 of all inputs of the lock of a lane."""
+    declared = metadata(lane)
+    options = declared.get("options", "")
+    parts = [f"{name}: {declared.get(name, '')}" for name in ("lane", "python", "platform", "options")]
     parts += _requirements(lane)
     for constraint in re.findall(r"--constraint (\S+)", options):
         parts += [f"constraint {name}=={version}" for name, version in PIN.findall((ROOT / constraint).read_text())]
@@ -72,7 +72,7 @@ def inputs(lane: Path) -> str:
 
 
 def _requirements(path: Path) -> list[str]:
-    """Return the requirements of a file and of those that it includes, without comments."""
+    """Return the requirements of a file and of the files that it includes, without comments."""
     found: list[str] = []
     for line in path.read_text().splitlines():
         bare = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -93,20 +93,20 @@ def _project() -> list[str]:
 
 
 def problems(lock: Path) -> list[str]:
-    """Return why a lock may not be used: what its lane says otherwise, or what does not fit this machine."""
+    """Return the reasons against a lock: differences from its lane, or from this machine."""
     lane = lock.with_suffix(".in")
     if not lane.is_file():
         return [f"there is no {_name(lane)}, so nothing says what this lock is for"]
     if not lock.is_file():
         return ["there is no such lock: run `make lock`"]
-    said, kept = metadata(lane), metadata(lock)
+    declared, kept = metadata(lane), metadata(lock)
     found = []
-    if said.get("lane") != lane.stem:
-        found.append(f"{_name(lane)} calls itself {said.get('lane', 'nothing')}")
+    if declared.get("lane") != lane.stem:
+        found.append(f"{_name(lane)} calls itself {declared.get('lane', 'nothing')}")
     found += [
-        f"its {name} is {kept.get(name, 'not said')}, and {_name(lane)} says {said.get(name, 'nothing')}"
+        f"its {name} is {kept.get(name, 'not declared')}, and {_name(lane)} says {declared.get(name, 'nothing')}"
         for name in ("lane", "python", "platform")
-        if kept.get(name) != said.get(name)
+        if kept.get(name) != declared.get(name)
     ]
     if kept.get("inputs") != inputs(lane):
         found.append(f"{_name(lane)}, or what it includes, has changed since this lock was made")
@@ -118,7 +118,7 @@ def problems(lock: Path) -> list[str]:
     found += [f"{each} has no hash" for each in _without_hash(text)]
     if found:
         return [*found, "run `make lock`, and review what it changes"]
-    return _unfit(said)
+    return _machine_problems(declared)
 
 
 def _without_hash(text: str) -> list[str]:
@@ -126,8 +126,8 @@ def _without_hash(text: str) -> list[str]:
     return [each.split()[0] for each in requirements if "--hash=sha256:" not in each]
 
 
-def _unfit(said: dict[str, str]) -> list[str]:
-    wanted = said.get("platform", "any")
+def _machine_problems(declared: dict[str, str]) -> list[str]:
+    wanted = declared.get("platform", "any")
     here = f"{platform.machine()} {platform.system()}"
     if wanted != "any" and (platform.system() != "Linux" or not wanted.startswith(platform.machine())):
         return [f"it is for {wanted}, and this machine is {here}: its hashes would not match"]
@@ -143,44 +143,44 @@ def _name(path: Path) -> str:
 
 
 def write(name: str, *, upgrade: bool) -> None:
-    """Compile one lock; the old one stays until the new one is complete."""
+    """Compile one lock; replace the old one when the new one is complete."""
     lane, lock = ROOT / "locks" / f"{name}.in", ROOT / "locks" / f"{name}.txt"
-    said = metadata(lane)
-    if missing := [each for each in ("lane", "python", "platform") if each not in said]:
+    declared = metadata(lane)
+    if missing := [each for each in ("lane", "python", "platform") if each not in declared]:
         sys.exit(f"error: {_name(lane)} does not say its {', '.join(missing)}")
-    version = said["python"]
-    target = ["--universal"] if said["platform"] == "any" else ["--python-platform", said["platform"]]
-    uv = _line_of(ROOT / "scripts/uv.sh")
-    python = _line_of(ROOT / "scripts/python.sh", "3.12", "--fetch")
+    version = declared["python"]
+    target = ["--universal"] if declared["platform"] == "any" else ["--python-platform", declared["platform"]]
+    uv = _run(ROOT / "scripts/uv.sh")
+    python = _run(ROOT / "scripts/python.sh", "3.12", "--fetch")
     print(f"== {_name(lock)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder, lock.name)
         if lock.exists():
-            draft.write_text(lock.read_text())  # uv keeps its versions where they still fit
+            draft.write_text(lock.read_text())  # uv keeps the versions in it where they still fit
         command = [uv, "pip", "compile", *COMPILE, "--python", python, "--python-version", version, *target]
         command += ["--upgrade"] if upgrade else []
-        command += [*shlex.split(said.get("options", "")), str(lane.relative_to(ROOT)), "--output-file", str(draft)]
+        command += [*shlex.split(declared.get("options", "")), str(lane.relative_to(ROOT)), "--output-file", str(draft)]
         subprocess.run(command, cwd=ROOT, check=True)
-        head = [f"# {each}: {said[each]}" for each in ("lane", "python", "platform")]
+        head = [f"# {each}: {declared[each]}" for each in ("lane", "python", "platform")]
         body = [line for line in draft.read_text().splitlines() if not METADATA.fullmatch(line)]
         complete = lock.with_name(f".{lock.name}.{os.getpid()}")
         complete.write_text("\n".join([*head, f"# inputs: {inputs(lane)}", *body]) + "\n")
         complete.replace(lock)
 
 
-def _line_of(*command: object) -> str:
+def _run(*command: object) -> str:
     done = subprocess.run([str(each) for each in command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()
 
 
 def main() -> int:
-    """Run one command; return 0 when every lock is right."""
+    """Run one command; return 1 if a lock is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("write", help="compile locks")
     making.add_argument("names", nargs="+", metavar="NAME")
     making.add_argument("--upgrade", action="store_true", help="take the newest versions that the lane allows")
-    checking = commands.add_parser("check", help="refuse locks that are no longer their lane's")
+    checking = commands.add_parser("check", help="refuse locks that do not match their lane")
     checking.add_argument("locks", nargs="+", metavar="LOCK", type=Path)
     chosen = parser.parse_args()
     if chosen.command == "write":

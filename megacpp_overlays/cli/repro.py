@@ -1,4 +1,4 @@
-"""`megacpp-overlays repro NN`: reproduce an upstream problem here, and show what its overlay does about it."""
+"""`megacpp-overlays repro NN`: run the reproducer of an upstream problem, without its overlay and with all overlays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Do what was asked; return the exit code."""
+    """Run the command; return its exit code."""
     folder = packs_folder(arguments, parser)
     if arguments.list and arguments.pack is None:
         for each in inventory.list_packs(folder):
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _number(text: str, parser: argparse.ArgumentParser) -> int:
-    """Return the number of a pack, which may be given as the id of its overlay; end with wrong usage where it is neither."""
+    """Return the number of a pack, given as that or as the id of its overlay; report anything else as wrong usage."""
     if text.isdecimal():
         return int(text)
     overlays = session.current().overlays
@@ -106,7 +106,7 @@ def _chosen(cases: Sequence[Case], names: Sequence[str] | None) -> tuple[Case, .
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """Return the command that a reader types to get such a receipt."""
+    """Return the command line that a receipt quotes."""
     words = ["megacpp-overlays", "repro", str(arguments.number)]
     for name in arguments.case or ():
         words += ["--case", name]

@@ -1,4 +1,4 @@
-"""`megacpp-overlays sweep`: what became of the upstream threads that the lane waits on."""
+"""`megacpp-overlays sweep`: the state of the upstream threads that overlays link."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ MAX_AGE_DAYS = 30
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "sweep", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--offline", action="store_true", help="ask nobody, use the saved answers")
-    keep = "keep the new answers in packs/threads.json; what is kept is not asked for again on the same day (UTC)"
-    what.add_argument("--write", action="store_true", help=keep)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--offline", action="store_true", help="ask nobody, use the saved answers")
+    write_help = "keep the new answers in packs/threads.json; what is kept is not asked for again on the same day (UTC)"
+    source.add_argument("--write", action="store_true", help=write_help)
     parser.add_argument("--since", metavar="DATE", type=_day, help="tell what happened on or after this day (UTC)")
     parser.add_argument(
         "--max-age",
@@ -69,7 +69,7 @@ def _day(text: str) -> date:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked; return the exit code."""
+    """Run the command; return its exit code."""
     from megacpp_overlays.upkeep.sweep import host_errors, sweep, sweep_report, threads, waiting  # noqa: PLC0415
 
     folder = arguments.packs or inventory.own_folder()
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     today = datetime.now(timezone.utc).date()
     swept = sweep.from_saved(waited, saved, today, arguments.since)
     if not arguments.offline:
-        with commands.extra():  # what is saved is read without an HTTP library
+        with commands.extra():  # --offline needs no HTTP library
             from megacpp_overlays.upkeep.sweep import github  # noqa: PLC0415
         api = arguments.api or os.environ.get("GITHUB_API_URL") or github.DEFAULT
         client = github.Client(api, _token())

@@ -16,29 +16,29 @@ from megacpp_overlays.model import Decision, Erratum, Record
 
 
 class Concern(NamedTuple):
-    """Whether one overlay or gate concerns a model."""
+    """Answer for one overlay or gate: does it concern a model, and why."""
 
     id: str
     answer: Ternary
     because: str
-    """For no, features that the model does not have or has; for undecided those that are not known."""
+    """The features that decide a no; for undecided, the unknown features."""
 
 
 class Concerns(NamedTuple):
-    """Whether each overlay and each gate concerns a model."""
+    """Answers for every overlay and gate."""
 
     origin: str
     """What is known of the model, and from where."""
     by_id: Mapping[str, Concern]
 
     def is_concerned(self, overlay_id: str) -> bool:
-        """Return whether a model may be concerned; so it is by what nothing is known of."""
+        """Return whether an overlay may concern the model; one without an answer may."""
         concern = self.by_id.get(overlay_id)
         return concern is None or concern.answer.concerns
 
 
 def concerns(declared: Iterable[Erratum], configuration: Configuration) -> Concerns:
-    """Return what a configuration says about each declaration."""
+    """Evaluate the predicates of declarations for a configuration."""
     predicates = {each.id: each.concerns for each in declared}
     found = {name: _concern(name, predicate, configuration) for name, predicate in predicates.items()}
     return Concerns(configuration.origin, found)
@@ -47,7 +47,7 @@ def concerns(declared: Iterable[Erratum], configuration: Configuration) -> Conce
 def _concern(name: str, predicate: str, configuration: Configuration) -> Concern:
     try:
         return Concern(name, of_predicate(predicate, configuration), ", ".join(because(predicate, configuration)))
-    except RegistryError as error:  # of a plugin
+    except RegistryError as error:  # only a plugin can declare a malformed predicate
         return Concern(name, Ternary.UNDECIDED, str(error))
 
 
@@ -57,7 +57,7 @@ def active(records: Sequence[Record]) -> list[str]:
 
 
 def headline(found: Concerns, names: Sequence[str]) -> str:
-    """Return how many of some active overlays concern the model."""
+    """Return how many of the named active overlays concern the model, in a sentence."""
     concerned = [each for each in names if found.is_concerned(each)]
     unsure = [each for each in concerned if found.by_id[each].answer is Ternary.UNDECIDED]
     doubt = f", {len(unsure)} of them perhaps" if unsure else ""
@@ -65,7 +65,7 @@ def headline(found: Concerns, names: Sequence[str]) -> str:
 
 
 def line(found: Concerns, names: Sequence[str]) -> str:
-    """Return the line of a log: which of some active overlays concern the model, and which do not."""
+    """Return a line for the log: the active overlays that concern the model, and those that do not."""
     parts = {answer: [each for each in names if found.by_id[each].answer is answer] for answer in Ternary}
     concerned = [*parts[Ternary.YES], *(f"{each} perhaps" for each in parts[Ternary.UNDECIDED])]
     others = f"; not {', '.join(parts[Ternary.NO])}" if parts[Ternary.NO] else ""
@@ -79,7 +79,7 @@ def sentence(found: Concerns, overlay_id: str) -> str:
 
 
 def lines(found: Concerns, names: Sequence[str]) -> list[Line]:
-    """Return the lines of an audit about a model: which of some active overlays concern it, and by what reason the others do not."""
+    """Return the lines of an audit: the active overlays that concern the model, and the others with their reason."""
     shown = [Line(""), *(Line(each) for each in wrapped(headline(found, names), "", "  "))]
     for answer, word in ((Ternary.YES, "concern it"), (Ternary.UNDECIDED, "may"), (Ternary.NO, "do not")):
         by_reason: dict[str, list[str]] = {}
@@ -93,7 +93,7 @@ def lines(found: Concerns, names: Sequence[str]) -> list[Line]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Concerns:
-    """Return what `as_dict` wrote; an answer that is none of this version is undecided."""
+    """Read what `as_dict` wrote; an answer of another version, unknown here, is undecided."""
     known = {each.value: each for each in Ternary}
     because_of = data.get("because", {})
     return Concerns(

@@ -1,8 +1,8 @@
 """Weak references to every place that an overlay patched.
 
-A place is noted before it is changed, so that it is known whatever ends a change half-way. What is in it is told by the
-mark of the function that is found there, not by what was remembered. A module that is executed again leaves nothing here
-but references that die with what they refer to.
+A place is recorded before it is patched, so it is known even if the patch is interrupted. The mark of the function that
+is there now, and not this record, decides whether a place holds a seam. After a module is executed again, references to
+its old objects die with them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of
 
 
 class Traces:
-    """The places of one overlay, and the functions and classes that it met or made in any execution of its target."""
+    """Places that one overlay patched, with the functions and classes there before and after, in any execution of its target."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], weakref.ref[Owner]] = {}
         self._objects: dict[int, weakref.ref[Any]] = {}
 
     def note(self, seam: Seam) -> None:
-        """Remember a seam or an alias that is about to be put in."""
+        """Record a seam or an alias before it is put in."""
         for each in (seam.original_function, seam.function, seam.owner):
             if isinstance(each, FunctionType | type):
                 self._objects[id(each)] = weakref.ref(each)
         self._places[id(seam.owner), seam.name] = weakref.ref(seam.owner)
-        self._forget_the_dead()
+        self._forget_dead_references()
 
     def places(self) -> Iterator[LiveName]:
         """Yield each place that still exists, the newest first."""
@@ -43,20 +43,20 @@ class Traces:
         return [each for reference in list(self._objects.values()) if (each := reference()) is not None]
 
     def has_seams(self) -> bool:
-        """Return whether a function that was put in still exists, in whatever execution and under whatever name."""
+        """Return whether any function that was put in still exists, in any execution and under any name."""
         return any(mark_of(each) is not None for each in self.objects())
 
     def forget(self, place: LiveName) -> None:
-        """Forget a place that holds what it held before."""
+        """Forget a place that was restored."""
         self._places.pop((id(place.owner), place.name), None)
 
     def forget_what_was_overwritten(self) -> None:
-        """Forget each place that leads to no seam any more: its module was executed again."""
+        """Forget each place without a seam: its module was executed again."""
         for place in self.places():
             if mark_behind(place.own) is None:
                 self.forget(place)
 
-    def _forget_the_dead(self) -> None:
+    def _forget_dead_references(self) -> None:
         for place, owner in list(self._places.items()):
             if owner() is None:
                 self._places.pop(place, None)

@@ -1,15 +1,15 @@
 """Protocol by which the ranks of a group compare their statements through a key-value store, without a hang.
 
-    every rank     counts its call and leaves its digest; the first with a digest leaves the whole statement too
-    the leader     waits for all digests and leaves the verdict
-    every rank     reads the verdict, says so, and goes
+    every rank     counts its call and writes its digest; the first rank with a digest writes the whole statement, too
+    the leader     waits for all digests and writes the verdict
+    every rank     reads the verdict, counts that it did, and returns
 
-These are O(N) small messages, and the store's host holds O(N) bytes until they are done. Nothing here blocks inside the
-store, because a training process shares its connection with watchdogs: a rank that has to wait asks again, and seldom
-enough that a large world does not flood the one process that answers.
+A comparison takes O(N) small messages, and the store's host holds O(N) bytes until it ends. No call blocks inside the
+store, because a training process shares its connection with watchdogs: a waiting rank polls, seldom enough that a large
+world does not flood the one process that answers.
 
-Whoever's time is up first does the leader's work with what is there, so a missing leader is one missing rank among
-others. All that is here is bookkeeping over `Store` and a clock; torch is the caller's business.
+The first rank whose timeout ends does the leader's work with the digests that are there. So a missing leader is one
+missing rank among others. The module needs a `Store` and a clock, and not torch.
 """
 
 from __future__ import annotations
@@ -28,24 +28,22 @@ from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.differences import Difference, StatementGroup
 
 GRACE_S = 30.0
-"""How long the rest waits for whoever judges, once their own time is up."""
+"""How long a rank waits for the verdict of the judging rank after its own timeout."""
 LINGER_S = 10.0
-"""How long the leader waits for the others to read the verdict. Its process may be the host of the store."""
+"""How long the leader, which may host the store, waits for the others to read the verdict."""
 LEAST_S, MOST_S = 0.005, 1.0
-"""Bounds of the time between two questions of a waiting rank."""
+"""Bounds of the time between two polls of a waiting rank."""
 QUESTIONS_PER_S = 20_000
-"""What all waiting ranks together may ask of the store."""
+"""Limit on the polls of all waiting ranks together."""
 
 BATCH = 512
-"""Keys in one question of the leader."""
+"""Keys in one request of the leader."""
 MOST_STATEMENTS = 64
-"""Kinds of statements that are listed separately. More of them means that something is wrong with the statement."""
+"""Kinds of statements that are listed separately. More of them mean that the statement itself is wrong."""
 MOST_ASKED = 256
 """Missing ranks whose calls are counted."""
-
-
 MOST_BYTES = 4 << 20
-"""Of one value of the store, packed or not. A statement has about 20 kB, and a verdict on 100,000 ranks less than 1 MB."""
+"""Size of one value of the store, packed or not. A statement has about 20 kB, a verdict on 100,000 ranks less than 1 MB."""
 MOST_DIFFERENCES = 1000
 
 
@@ -53,16 +51,16 @@ class Store(Protocol):
     """Key-value store: the part of `torch.distributed.Store` that is used. `multi_get` and `delete_key` are optional."""
 
     def set(self, key: str, value: str, /) -> Any:
-        """Leave a value."""
+        """Write a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return a value; only asked for keys that are there."""
+        """Return the value of a key that exists."""
 
     def add(self, key: str, value: int, /) -> int:
-        """Add to a counter that starts at nothing, and return it."""
+        """Add to a counter that starts at zero, and return it."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
 
 
 class Clock(Protocol):
@@ -88,7 +86,7 @@ class SystemClock:
 
 
 class Example(NamedTuple):
-    """One rank of those that make the same statement, and its host."""
+    """One rank of a group with the same statement, and its host."""
 
     rank: int
     host: str
@@ -100,23 +98,23 @@ class RanksVerdict(NamedTuple):
     size: int
     """Ranks in the group."""
     number: int
-    """Which call of each rank it is about, from 1."""
+    """Number of the comparison, from 1: each rank takes part with its call of that number."""
     timeout: float
-    """Seconds that whoever judged was ready to wait."""
+    """Timeout of the rank that judged, in seconds."""
     groups: tuple[tuple[int, ...], ...]
-    """Ranks that say the same, the largest group first; those whose statement could not be read come last. Only what is
-    beyond `MOST_STATEMENTS` kinds shares a group."""
+    """Ranks with the same statement, the largest group first; groups whose statement could not be read come last. Ranks
+    beyond `MOST_STATEMENTS` kinds share one group."""
     examples: tuple[Example, ...]
     """One rank of each group whose statement was read."""
     differences: tuple[Difference, ...]
     missing: tuple[tuple[int, int | None], ...]
-    """Ranks that are not there, each with how often it has called; None where that was not asked."""
+    """Ranks without a digest, each with its number of calls; None where that was not counted."""
     failure: str = ""
-    """Why there is no answer at all."""
+    """Reason for a comparison without a result."""
 
     @property
     def agreed(self) -> bool:
-        """Whether every rank is there and says the same."""
+        """Whether every rank is there with the same statement."""
         return not self.missing and not self.failure and len(self.groups) == 1
 
 
@@ -125,9 +123,9 @@ class Exchange:
 
     Args:
         store: shared by all ranks of the group.
-        prefix: the same on all ranks of the group, and no other group's.
+        prefix: of all keys; the same on all ranks of the group, and different from that of other groups.
         ranks: all ranks of the group in one order.
-        rank: which of them this is.
+        rank: this one.
         timeout: seconds that this rank waits for the others.
     """
 
@@ -137,7 +135,7 @@ class Exchange:
         self._ranks = ranks
         self._rank = rank
         self._timeout = timeout
-        # The host of the store is rank 0 wherever it is a rank, and must not go while others still ask.
+        # The host of the store, rank 0 where it is a rank, must not leave while others still ask.
         self._leads = rank == min(ranks)
         self._waiting_for = list(ranks) if self._leads else []
         self._number = 0
@@ -145,7 +143,7 @@ class Exchange:
         self._judged = False
 
     def run(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> RanksVerdict:
-        """Take part, and return the verdict.
+        """Take part in the comparison; return the verdict.
 
         It returns `GRACE_S` and `LINGER_S` after the timeout at the latest, if the store answers.
         """
@@ -168,50 +166,50 @@ class Exchange:
         return verdict
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds between two questions, growing."""
-        # There is one leader, and everybody waits for it.
+        """Yield growing intervals between two polls, in seconds."""
+        # All other ranks wait for the one leader, so they share the limit.
         share = LEAST_S if self._leads else len(self._ranks) / QUESTIONS_PER_S
         pause = min(max(share, LEAST_S), MOST_S)
         most = min(20 * pause, MOST_S)
-        # Ranks that started together must not ask together.
+        # Ranks that started together must not poll together.
         spread = 0.75 + (self._rank * 0.618) % 0.5
         while True:
             yield pause * spread
             pause = min(pause * 1.25, most)
 
     def _arrive(self, digest: str, statement: Mapping[str, Any], now: float) -> None:
-        """Leave the digest of this rank."""
+        """Write the digest of this rank."""
         self._since = now
-        # Counted in the store: a process that replaces another goes on where that one stopped.
+        # Counted in the store: a process that replaces another continues its count.
         self._number = self._next_number(digest)
         self._store.set(self._key("begun"), "1")
-        # The statement comes before the digest: when all digests are there, so are all statements.
+        # The statement is written before the digest: when all digests are there, so are all statements.
         first_with_it = self._store.add(self._key("holders", digest), 1) == 1
         if first_with_it and self._store.add(self._key("kinds"), 1) <= MOST_STATEMENTS:
             self._store.set(self._key("statement", digest), self._packed(statement))
         self._store.set(self._key("digest", self._rank), digest)
 
     def _packed(self, statement: Mapping[str, Any]) -> str:
-        """Return the statement of this rank as a value of the store; one that no rank would read is only named."""
+        """Return the statement of this rank as a value of the store; only its size if it is too large to be read."""
         head = {"rank": self._rank, "host": platform.node()}
-        told = {**head, "statement": statement}
-        size = max(len(_as_json(told)), len(packed := encode(told)))
+        data = {**head, "statement": statement}
+        size = max(len(_as_json(data)), len(packed := encode(data)))
         return packed if size <= MOST_BYTES else encode({**head, "unreadable": f"{size} bytes, more than {MOST_BYTES}"})
 
     def _next_number(self, digest: str) -> int:
-        """Return which comparison this call takes part in.
+        """Return the number of the comparison that this call takes part in.
 
-        Calls are counted when they end, so one that was interrupted is made up for by the next, which joins the same
-        comparison and not one that the others will never join. Who was found missing in one joins that which others have
-        begun since; so does who was interrupted in one that went on without it and has something else to say now.
+        Calls are counted when they end: after an interrupted call, the next one joins the same comparison, and not one
+        that the others will never join. A rank that was found missing joins the comparison that others have begun since.
+        So does a rank that was interrupted in a comparison, which ended with its digest, and now has another digest.
         """
         number = self._store.add(self._calls_of(self._rank), 0) + 1
-        while self._store.check([self._key_of(number + 1, "begun")]) or self._has_said_otherwise(number, digest):
+        while self._store.check([self._key_of(number + 1, "begun")]) or self._ended_with_other_digest(number, digest):
             number = self._store.add(self._calls_of(self._rank), 1) + 1
         return number
 
-    def _has_said_otherwise(self, number: int, digest: str) -> bool:
-        """Note that this rank is here; return whether it was before, and others have gone on with what it said then."""
+    def _ended_with_other_digest(self, number: int, digest: str) -> bool:
+        """Note that this rank is here; return whether the comparison ended with another digest of an earlier call."""
         if self._store.add(self._key_of(number, "here", self._rank), 1) == 1:
             return False
         own, verdict = self._key_of(number, "digest", self._rank), self._key_of(number, "verdict")
@@ -221,7 +219,7 @@ class Exchange:
         return f"{self._prefix}/calls/{rank}"
 
     def _poll(self, now: float) -> RanksVerdict | None:
-        """Return the verdict if it is there; do what has to be done for it otherwise."""
+        """Return the verdict if it is there; judge if it is up to this rank."""
         if self._store.check([self._key("verdict")]):
             return self._read()
         late = now - self._since - self._timeout
@@ -230,20 +228,20 @@ class Exchange:
             if self._store.add(self._key("judges"), 1) == 1:
                 self._store.set(self._key("judge"), str(self._rank))
                 found = encode(self._judge())
-                # Whoever was too slow to judge must not take back what the others were told meanwhile.
+                # A rank that judges too slowly must not replace a failure that others have read meanwhile.
                 if not self._store.check([self._key("verdict")]):
                     self._store.set(self._key("verdict"), found)
                 return self._read()
         if late >= GRACE_S:
-            told = self._store.check([self._key("judge")])
-            judge = f"rank {_digest(self._store.get(self._key('judge')))}" if told else "a rank"
+            is_known = self._store.check([self._key("judge")])
+            judge = f"rank {_digest(self._store.get(self._key('judge')))}" if is_known else "a rank"
             failure = f"{judge} was about to say what it found, and did not"
             self._store.set(self._key("verdict"), encode({**self._frame(), "failure": failure}))
             return self._read()
         return None
 
     def _leave(self, digest: str, verdict: RanksVerdict, clock: Clock) -> Iterator[float]:
-        """Say that the verdict was read; the leader waits for all that, and clears up."""
+        """Count that the verdict was read; the leader waits for all ranks and deletes the keys."""
         if verdict.agreed:
             self._delete(self._key("digest", self._rank))
         self._store.add(self._calls_of(self._rank), 1)
@@ -258,14 +256,10 @@ class Exchange:
             yield next(pauses)
             done = self._store.add(self._key("done"), 0)
         if verdict.agreed and done >= present:
-            for name in (
-                ("holders", digest),
-                ("statement", digest),
-                *((n,) for n in ("kinds", "judges", "judge", "begun")),
-            ):
-                self._delete(self._key(*name))
-            self._delete(self._key("verdict"))
-            self._delete(self._key("done"))
+            for name in ("holders", "statement"):
+                self._delete(self._key(name, digest))
+            for name in ("kinds", "judges", "judge", "begun", "verdict", "done"):
+                self._delete(self._key(name))
 
     def _key(self, *parts: object) -> str:
         return self._key_of(self._number, *parts)
@@ -288,7 +282,7 @@ class Exchange:
         return {"size": len(self._ranks), "number": self._number, "timeout": self._timeout}
 
     def _judge(self) -> dict[str, Any]:
-        """Return the verdict on what is in the store."""
+        """Return the verdict on the digests and statements in the store."""
         batches = [self._ranks[start : start + BATCH] for start in range(0, len(self._ranks), BATCH)]
         missing = [rank for batch in batches for rank in self._absent(batch)]
         gone = frozenset(missing)
@@ -299,7 +293,7 @@ class Exchange:
             for rank, digest in zip(here, found, strict=True):
                 holders.setdefault(digest, []).append(rank)
         if len(holders) == 1 and not missing:
-            # All that anybody needs to know; the list of all ranks would be the largest message of the exchange.
+            # The frame means agreement; a list of all ranks would be the largest message of the exchange.
             return self._frame()
         kinds = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
         read = {digest: self._statement_of(digest) for digest, _ in kinds}
@@ -316,7 +310,7 @@ class Exchange:
         }
 
     def _absent(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks whose digest is not there, asking about halves of them."""
+        """Return the ranks without a digest, by bisection."""
         if not ranks or self._store.check([self._key("digest", rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -327,29 +321,29 @@ class Exchange:
     def _get_all(self, keys: list[str]) -> list[str]:
         many: Callable[[list[str]], list[bytes]] | None = getattr(self._store, "multi_get", None)
         if many is not None and keys:
-            with contextlib.suppress(RuntimeError):  # a store may not have it, and only trying tells
+            with contextlib.suppress(RuntimeError):  # a store may have the method and not support it
                 return [_digest(value) for value in many(keys)]
         return [_digest(self._store.get(key)) for key in keys]
 
     def _statement_of(self, digest: str) -> dict[str, Any] | str:
-        """Return what the first rank with a digest said of itself, or why that cannot be read."""
+        """Return the statement that belongs to a digest with its rank and host, or the reason that it cannot be read."""
         key = self._key("statement", digest)
         if not self._store.check([key]):
-            return _NOT_TOLD
+            return _MISSING
         try:
-            told = _unpack(self._store.get(key))
-            _demand(type(told["rank"]) is int and told["rank"] in self._ranks and isinstance(told["host"], str))
-            if "unreadable" in told:
-                return f"{_UNREADABLE}: {_shortened(_text(told['unreadable']))}"
-            statement.checked(told["statement"])
+            data = _unpack(self._store.get(key))
+            _demand(type(data["rank"]) is int and data["rank"] in self._ranks and isinstance(data["host"], str))
+            if "unreadable" in data:
+                return f"{_UNREADABLE}: {_shortened(_text(data['unreadable']))}"
+            statement.checked(data["statement"])
         except KeyError as error:
             return f"{_UNREADABLE}: it has no {error}"
         except ValueError as error:
             return f"{_UNREADABLE}: {_shortened(str(error))}"
-        return told
+        return data
 
     def _calls(self, rank: int) -> int:
-        """Return how often a rank has called, this time included."""
+        """Return the number of calls of a rank, the present one included."""
         key = self._calls_of(rank)
         ended = self._store.add(key, 0) if self._store.check([key]) else 0
         return ended + self._store.check([self._key("here", rank)])
@@ -357,11 +351,11 @@ class Exchange:
     def _delete(self, key: str) -> None:
         delete: Callable[[str], Any] | None = getattr(self._store, "delete_key", None)
         if delete is not None:
-            with contextlib.suppress(RuntimeError):  # what stays costs the store a few bytes
+            with contextlib.suppress(RuntimeError):  # a key that stays costs a few bytes
                 delete(key)
 
 
-_NOT_TOLD, _UNREADABLE, _OTHERS = "not in the store", "unreadable", "others, not listed"
+_MISSING, _UNREADABLE, _OTHERS = "not in the store", "unreadable", "others, not listed"
 _LONGEST_REASON = 200
 
 
@@ -370,19 +364,19 @@ def _shortened(text: str) -> str:
 
 
 def _within(most: int, unread: Sequence[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
-    """Return kinds of statements that could not be read, one group each, but for those beyond a number: they share one."""
+    """Return groups of ranks whose statement could not be read, at most `most`, and one more of all other ranks."""
     beyond = sorted(rank for ranks, _ in unread[most:] for rank in ranks)
     return [*unread[:most], *([(beyond, _OTHERS)] if beyond else [])]
 
 
 def _differences(statements: Sequence[Mapping[str, Any]], unread: Sequence[str]) -> list[list[Any]]:
-    """Return what differs, with groups by number: each list of ranks is sent once, not once for every value.
+    """Return the differences, with numbers of groups for ranks: each list of ranks is sent once, not with every value.
 
-    Ranks whose statement cannot be read never agree with others: that their digests differ is all that is known.
+    Ranks whose statement cannot be read never agree with others: their digests differ, and no more is known.
 
     Args:
         statements: those that were read.
-        unread: for each other group, in order, why its statement was not.
+        unread: for each other group, in order, the reason that its statement was not.
     """
     numbers = tuple(range(len(statements)))
     found = list(
@@ -405,50 +399,50 @@ def _differences(statements: Sequence[Mapping[str, Any]], unread: Sequence[str])
 
 _ADVICE = "resolve what else is listed and run again; if nothing else is, report it"
 _ADVICE_UNREAD = (
-    "these ranks differ, and why cannot be told: resolve what else is listed, compare what megacpp_overlays.audit() "
+    "these ranks differ for an unknown reason: resolve what else is listed, compare what megacpp_overlays.audit() "
     "prints on them, and report it if that is the same"
 )
 
 
 def _digest(value: bytes) -> str:
-    """Return a short word that a rank left."""
+    """Decode a short value: a digest or a rank."""
     return value[:64].decode(errors="replace")
 
 
-def encode(told: Mapping[str, Any]) -> str:
+def encode(data: Mapping[str, Any]) -> str:
     """Return plain data as a value of the store."""
-    return base64.b64encode(zlib.compress(_as_json(told))).decode()
+    return base64.b64encode(zlib.compress(_as_json(data))).decode()
 
 
-def _as_json(told: Mapping[str, Any]) -> bytes:
-    return json.dumps(told, separators=(",", ":")).encode()
+def _as_json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
 
 
 class PayloadError(ValueError):
-    """Raised for a value of the store that no rank of this package leaves there."""
+    """Raised for a value of the store that no rank of this package writes."""
 
 
 def _unpack(packed: bytes) -> dict[str, Any]:
     """Return the plain data of a value of the store.
 
     Raises:
-        PayloadError: it is none, or larger than any of ours.
+        PayloadError: it is malformed, or larger than `MOST_BYTES`.
     """
     try:
         unpacker = zlib.decompressobj()
         text = unpacker.decompress(base64.b64decode(packed[:MOST_BYTES], validate=True), MOST_BYTES)
         if not unpacker.eof:
             raise PayloadError(f"it is cut off, or larger than {MOST_BYTES} bytes")
-        told = json.loads(text)
+        data = json.loads(text)
     except (ValueError, zlib.error, RecursionError) as error:
         raise PayloadError(f"it cannot be unpacked: {type(error).__name__}: {error}") from error
-    if not isinstance(told, dict):
-        raise PayloadError(f"it is of type {type(told).__name__}")
-    return told
+    if not isinstance(data, dict):
+        raise PayloadError(f"it is of type {type(data).__name__}")
+    return data
 
 
 def _numbers(text: Any, ranks: frozenset[int]) -> tuple[int, ...]:
-    """Return what `differences.ranges` wrote about some of these ranks."""
+    """Parse what `differences.ranges` wrote about some of these ranks."""
     _demand(isinstance(text, str))
     found: list[int] = []
     for part in filter(None, text.split(", ")):
@@ -478,25 +472,25 @@ def decode(packed: bytes, ranks: tuple[int, ...]) -> RanksVerdict:
     """Return the verdict that a value of the store holds, about these ranks.
 
     Raises:
-        PayloadError: it holds none.
+        PayloadError: it is no verdict.
     """
-    told = _unpack(packed)
+    data = _unpack(packed)
     try:
-        return _verdict(told, frozenset(ranks))
+        return _verdict(data, frozenset(ranks))
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise PayloadError(f"it is no verdict: {type(error).__name__}: {error}") from error
 
 
-def _verdict(told: Mapping[str, Any], ranks: frozenset[int]) -> RanksVerdict:
-    everybody = "groups" not in told and not told.get("failure")
-    groups = (tuple(sorted(ranks)),) if everybody else tuple(_numbers(text, ranks) for text in told.get("groups", []))
+def _verdict(data: Mapping[str, Any], ranks: frozenset[int]) -> RanksVerdict:
+    agreed = "groups" not in data and not data.get("failure")
+    groups = (tuple(sorted(ranks)),) if agreed else tuple(_numbers(text, ranks) for text in data.get("groups", []))
     _demand(sum(map(len, groups)) <= len(ranks))
-    found, calls = told.get("differences", []), told.get("calls", [])
+    found, calls = data.get("differences", []), data.get("calls", [])
     _demand(len(found) <= MOST_DIFFERENCES)
-    _demand(type(told["timeout"]) in {int, float})
+    _demand(type(data["timeout"]) in {int, float})
 
     def holders(values: Sequence[tuple[str, Sequence[int]]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        # Each group holds one value, so a list of values is never longer than all ranks.
+        # A group has one value of a field, so its values never name more ranks than there are.
         named = [number for _, who in values for number in who]
         _demand(len(named) == len(set(named)) and all(type(number) is int and number >= 0 for number in named))
         held = [
@@ -505,18 +499,18 @@ def _verdict(told: Mapping[str, Any], ranks: frozenset[int]) -> RanksVerdict:
         return tuple(sorted(held, key=lambda item: -len(item[1])))
 
     return RanksVerdict(
-        size=_number(told["size"]),
-        number=_number(told["number"]),
-        timeout=told["timeout"],
+        size=_number(data["size"]),
+        number=_number(data["number"]),
+        timeout=data["timeout"],
         groups=groups,
-        examples=tuple(Example(_number(rank), _text(host)) for rank, host in told.get("examples", [])),
+        examples=tuple(Example(_number(rank), _text(host)) for rank, host in data.get("examples", [])),
         differences=tuple(
             Difference(_text(subject), _text(field), holders(values), _text(advice))
             for subject, field, values, advice in found
         ),
         missing=tuple(
             (rank, _number(calls[place]) if place < len(calls) else None)
-            for place, rank in enumerate(_numbers(told.get("missing", ""), ranks))
+            for place, rank in enumerate(_numbers(data.get("missing", ""), ranks))
         ),
-        failure=_text(told.get("failure", "")),
+        failure=_text(data.get("failure", "")),
     )

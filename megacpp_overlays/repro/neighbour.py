@@ -1,8 +1,8 @@
-"""Neighbour cases: calls beside a defect that were right without an overlay and must be the same with it.
+"""Neighbour cases: calls without the defect, whose result must be the same with the overlay.
 
 `packs/NN-slug/neighbours.py` declares `NEIGHBOURS`, a tuple of these, in a file of its own, because receipts hold
 `reproduce.py` byte for byte. They run after a case of the same overlay, in the same two processes: without the overlay,
-and with every overlay. A neighbour knows nothing of the overlay and judges nothing: it returns numbers, which are compared.
+and with every overlay. A neighbour neither uses the overlay nor judges: it returns numbers, which are compared.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from megacpp_overlays.repro.case import CPU, Blocked, Case, PackError, TargetAbs
 
 FILE = "neighbours.py"
 MOST = 100_000
-"""Numbers of one neighbour: what is compared is kept in a report."""
+"""Limit on the numbers of one neighbour: a report keeps all of them."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 Numbers = Mapping[str, Sequence[float]]
-"""Numbers by what they are, such as `loss` or `gradient of weight`."""
+"""Numbers by name, such as `loss` or `gradient of weight`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Neighbour:
-    """A call beside a defect whose numbers an overlay must leave as they are.
+    """A call without the defect, whose numbers an overlay must not change.
 
     Raises:
-        ValueError: a field cannot be what it says.
+        ValueError: a field has a value that is not allowed.
     """
 
     name: str
-    """Lower-case words joined by hyphens, unique in its pack: what is different from the defect, such as `no-mask`."""
+    """Lower-case words joined by hyphens, unique in its pack: the difference from the defect, such as `no-mask`."""
     overlay: str
     """Id of the overlay."""
     run: Callable[[], Mapping[str, object]]
-    """Returns tensors, sequences of numbers, or numbers, by what they are. Raises Blocked where this host cannot run it, and
+    """Returns tensors, sequences of numbers, or numbers, by name. Raises Blocked where this host cannot run it, and
     TargetAbsent where this upstream has no such call."""
     rounding: float = 0.0
-    """How far numbers may be apart, of the largest of their name; 0 asks for the same bits."""
+    """Largest difference that is allowed, relative to the largest number of the same name; 0 allows none."""
     why_rounding: str = ""
-    """What the overlay adds up in another order, where it may round otherwise."""
+    """The sum that the overlay takes in another order; required with `rounding`."""
     after: str = ""
-    """Name of the case in whose processes it runs, after it; without it the first of the overlay on a CPU."""
+    """Name of the case after which it runs, in the same processes; by default the overlay's first case on a CPU."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -63,21 +63,21 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighbourResult:
-    """What a neighbour came to in one process."""
+    """Result of a neighbour in one process."""
 
     numbers: Numbers | None
     """None where it was not measured."""
     why_not: str = ""
     """Why it was not measured."""
     failed: bool = False
-    """Whether it ended in an error, which is neither a host that cannot run it nor an upstream without such a call."""
+    """Whether it ended in an error other than Blocked or TargetAbsent."""
 
 
 def load(pack: Path) -> tuple[Neighbour, ...]:
     """Return the neighbours of a pack; none where it has no such file.
 
     Raises:
-        PackError: the file cannot be executed, or its NEIGHBOURS are not what they should be.
+        PackError: the file cannot be executed, or declares no valid NEIGHBOURS.
     """
     path = pack / FILE
     if not path.is_file():
@@ -112,14 +112,14 @@ def load_file(path: Path) -> ModuleType:
     """Execute a file of a pack under a name of its own, and return it as a module.
 
     Raises:
-        Exception: whatever the file raises.
+        Exception: the file raises it.
     """
     name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise PackError(f"there is no {path.parent.name}/{path.name}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes that the file makes look their module up
+    sys.modules[name] = module  # classes in the file look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -133,16 +133,16 @@ def _module_name(path: Path) -> str:
 
 
 def beside(file: str) -> Any:
-    """Return the module of the `reproduce.py` beside a file of a pack, for what it builds upstream with."""
+    """Return the module of the `reproduce.py` in the folder of a file, for the helpers that build upstream objects."""
     path = Path(file).with_name("reproduce.py")
     loaded = sys.modules.get(_module_name(path))
     return loaded if loaded is not None and loaded.__file__ == str(path) else load_file(path)
 
 
 def measured(neighbour: Neighbour) -> NeighbourResult:
-    """Run a neighbour and return what it came to; raises nothing."""
+    """Run a neighbour; return its result, an error included."""
     try:
-        numbers = {what: list(flat(value)) for what, value in neighbour.run().items()}
+        numbers = {name: list(flat(value)) for name, value in neighbour.run().items()}
     except (Blocked, TargetAbsent) as reason:
         return NeighbourResult(numbers=None, why_not=str(reason))
     except Exception as error:  # noqa: BLE001 - upstream code may fail in any way
@@ -169,12 +169,12 @@ def flat(value: Any) -> Iterator[float]:
 
 
 def problem(neighbour: Neighbour, without: NeighbourResult | None, with_all: NeighbourResult | None) -> str | None:
-    """Return in words why a neighbour was not kept as it was; None where it was, or this host or upstream has no such call.
+    """Describe a neighbour that fails; None where it passes, or cannot run on this host or upstream.
 
     Args:
-        neighbour: that was run.
-        without: what it came to without overlays; None where it was not run.
-        with_all: what it came to with overlays.
+        neighbour: the one that was run.
+        without: its result without overlays; None where it was not run.
+        with_all: its result with overlays; None where it was not run.
     """
     if without is None or with_all is None:
         side = "without" if without is None else "with"
@@ -186,7 +186,7 @@ def problem(neighbour: Neighbour, without: NeighbourResult | None, with_all: Nei
 
 
 def difference(neighbour: Neighbour, without: NeighbourResult, with_all: NeighbourResult) -> str | None:
-    """Return in words how a neighbour is not the same with overlays; None where it is, or was not measured without them."""
+    """Describe how numbers differ with overlays; None where they do not, or were not measured without overlays."""
     if without.numbers is None:
         return None
     if with_all.numbers is None:
@@ -205,7 +205,7 @@ def difference(neighbour: Neighbour, without: NeighbourResult, with_all: Neighbo
 
 
 def _apart(stock: Sequence[float], ours: Sequence[float]) -> float:
-    """Return the largest distance of two numbers, of the largest number of the first; 0 where all are the same."""
+    """Return the largest difference, relative to the largest stock number; 0 where all are the same."""
     pairs = [(one, other) for one, other in zip(stock, ours, strict=True) if not _same(one, other)]
     if not pairs:
         return 0.0

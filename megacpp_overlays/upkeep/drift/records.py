@@ -7,7 +7,6 @@ not by `importlib_metadata`, whose `files` leaves out what is no longer on disk.
 from __future__ import annotations
 
 import base64
-import binascii
 import csv
 import enum
 import hashlib
@@ -20,7 +19,7 @@ from megacpp_overlays import files
 from megacpp_overlays.errors import UpkeepError
 
 ALGORITHMS = frozenset({"sha256", "sha384", "sha512", "sha3_256", "sha3_384", "sha3_512", "blake2b", "blake2s"})
-"""What the specification of wheels allows, sha256 or better, as far as every Python has it."""
+"""Hash algorithms that the specification of wheels allows, sha256 or better, and that every Python has."""
 
 _UNHASHED = ("RECORD", "RECORD.jws", "RECORD.p7s")
 _CHUNK = 1 << 20
@@ -36,7 +35,7 @@ class Kind(enum.Enum):
 
 
 class CannotCheckError(UpkeepError):
-    """Raised for a file that RECORD says too little of, or that cannot be read."""
+    """Raised for a file without a valid hash in RECORD, or one that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class RecordEntry:
 
     @property
     def may_lack_hash(self) -> bool:
-        """Whether the specification lets this line go without a hash: RECORD and its signatures, and bytecode."""
+        """Whether the specification allows this line without a hash: RECORD, its signatures, and bytecode."""
         path = PurePosixPath(self.file)
         return (
             is_bytecode(path)
@@ -67,7 +66,7 @@ def parse(text: str) -> tuple[RecordEntry, ...]:
     """Read the text of a RECORD.
 
     Raises:
-        UpkeepError: a line is none of a RECORD; the text names its number.
+        UpkeepError: a line is malformed; the message has its number.
     """
     found = []
     try:
@@ -84,21 +83,21 @@ def parse(text: str) -> tuple[RecordEntry, ...]:
         if (hashed and not (algorithm and separator and digest)) or (size and not _SIZE.fullmatch(size)):
             raise UpkeepError(f"RECORD, line {number}: {hashed!r}, {size!r} is no hash and size")
         length = int(size) if size else None
-        plain = digest.rstrip("=")  # which some tools leave there
+        plain = digest.rstrip("=")  # some tools write padding
         found.append(RecordEntry(file=file.removeprefix("./"), algorithm=algorithm.lower(), digest=plain, size=length))
     return tuple(found)
 
 
 def is_bytecode(path: PurePosixPath) -> bool:
-    """Return whether Python made a file from another one, and makes it again.
+    """Return whether a file is compiled from a source that Python compiles again when needed.
 
-    A `.pyc` beside the sources is none of these: Python imports it where there is no source. It never reads a `.pyo`.
+    A `.pyc` beside the sources does not count: Python imports it where there is no source. It never reads a `.pyo`.
     """
     return path.suffix == ".pyo" or "__pycache__" in path.parts
 
 
 def hides_source(path: Path) -> bool:
-    """Return whether a file of `__pycache__` is run whatever its source says: an unchecked hash-based `.pyc`.
+    """Return whether Python runs a file of `__pycache__` without a look at its source: an unchecked hash-based `.pyc`.
 
     Source: https://peps.python.org/pep-0552/, the flags that follow the magic number.
     """
@@ -113,7 +112,7 @@ def hides_source(path: Path) -> bool:
 
 
 def difference(entry: RecordEntry, path: Path, *, quick: bool = False) -> Kind | None:
-    """Compare one installed file with its line; None is: as published.
+    """Compare an installed file with its line of RECORD; None means that it is as published.
 
     Args:
         entry: a line with a hash.
@@ -121,7 +120,7 @@ def difference(entry: RecordEntry, path: Path, *, quick: bool = False) -> Kind |
         quick: compare the size alone where RECORD has it. A change that keeps the size goes unseen.
 
     Raises:
-        CannotCheckError: the line has no hash that is allowed, or the file cannot be read.
+        CannotCheckError: the line has no valid hash, or the file cannot be read.
     """
     if entry.algorithm not in ALGORITHMS:
         raise CannotCheckError(f"{entry.file} has {f'a hash of {entry.algorithm}' if entry.algorithm else 'no hash'}")
@@ -149,13 +148,13 @@ def sha256(path: Path) -> str:
 def _decoded(entry: RecordEntry) -> bytes:
     try:
         return base64.b64decode(f"{entry.digest}{'=' * (-len(entry.digest) % 4)}", altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise CannotCheckError(f"{entry.file} has a hash that is no base64") from error
 
 
 def _digest(path: Path, algorithm: str) -> bytes:
     found = hashlib.new(algorithm)
-    with files.open_regular(path) as file:  # a compiled library may be larger than what is free of the memory
+    with files.open_regular(path) as file:  # a compiled library may be larger than free memory
         while chunk := file.read(_CHUNK):
             found.update(chunk)
     return found.digest()

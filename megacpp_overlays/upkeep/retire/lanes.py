@@ -1,4 +1,4 @@
-"""The lanes of a checkout, and what an overlay is to each: which would run unpatched without it."""
+"""Lanes of a checkout that still need an overlay: they would run unpatched without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What an overlay is to one lane."""
+    """The need of one lane for an overlay."""
 
     name: str
     pinned: str
@@ -36,7 +36,7 @@ class Lane:
 
 
 def of_checkout(root: Path) -> tuple[Lock, ...]:
-    """Return the locks that are lanes: `locks/*.txt` whose head names one.
+    """Return the locks of lanes: `locks/*.txt` with a lane in the head.
 
     Raises:
         LockError: one of them cannot be read.
@@ -54,16 +54,16 @@ def concerned(distributions: Collection[str], lanes: Sequence[Lock], proven: Loc
 def look(
     overlay_id: str, distributions: Collection[str], lanes: Sequence[Lock], proven: Lock, folder: Path
 ) -> Iterator[Lane]:
-    """Yield what an overlay is to each of some lanes.
+    """Yield for each lane whether it needs an overlay.
 
-    An environment is asked where there is one. Without it, a lane is known only if it pins the very files of the lock
-    for which the rest has been shown.
+    The probe runs in the environment of a lane. Without an environment, the need is known only where the lane pins the
+    same files as the lock for which the retirement has been proved.
 
     Args:
-        overlay_id: the overlay.
+        overlay_id: of the overlay.
         distributions: its targets.
         lanes: their locks, see `concerned`.
-        proven: the lock for which all has been shown.
+        proven: the lock for which the retirement has been proved.
         folder: where environments are.
 
     Raises:
@@ -84,11 +84,10 @@ def _need(overlay_id: str, lock: Lock, folder: Path) -> tuple[Need, str]:
     except LockError as error:
         return Need.UNKNOWN, str(error).partition(": ")[2]
     probed = evidence.probe(environment)[overlay_id]
+    why = f"{probed.verdict.value}: {probed.evidence}"
     if probed.due or probed.verdict is Verdict.ABSENT:
-        return Need.NO, f"{probed.verdict.value}: {probed.evidence}"
-    if probed.verdict is Verdict.UNRECOGNISED:
-        return Need.UNKNOWN, f"UNRECOGNISED: {probed.evidence}"
-    return Need.YES, f"{probed.verdict.value}: {probed.evidence}"
+        return Need.NO, why
+    return (Need.UNKNOWN if probed.verdict is Verdict.UNRECOGNISED else Need.YES), why
 
 
 def _is_same(one: Lock, other: Lock, distribution: str) -> bool:
