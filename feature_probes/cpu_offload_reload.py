@@ -1,7 +1,7 @@
-"""Weights that are loaded into a model whose optimizer is offloaded, and that reach none of the copies which it steps from.
+"""Probe whether an offloaded optimizer refreshes the copies that it steps from when weights are loaded into its model.
 
-`DistributedOptimizer` returns before it copies weights of the model to main weights where its optimizer is a `HybridDeviceOptimizer`, which at most
-refreshes fp32 copies of what it was given. The seam has main weights copied as for any other optimizer, and then what the hybrid one steps from.
+Where its optimizer is a `HybridDeviceOptimizer`, `DistributedOptimizer` returns before it copies the model's weights to main weights. At most it
+refreshes fp32 copies. The seam copies to main weights as for any other optimizer, and then refreshes every copy that the hybrid optimizer steps from.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5071
 """
@@ -48,13 +48,13 @@ _KEPT = Pattern("self.param_to_inner_param[$given] = $inner")
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether copies of loaded weights are left as they were."""
+    """Return whether loaded weights reach no copy."""
     source, hybrid = tree.module(TARGET.module), tree.module(COPIES)
     if source is None or plain_class(source, CLASS) is None:
         return absent(f"there is no {TARGET.module}.{CLASS}", source)
     method = plain_function(source, METHOD)
     if method is None:
-        raise unknown(source, None, f"{CLASS} takes weights from the model otherwise")
+        raise unknown(source, None, f"{METHOD} is not a plain method")
     if hybrid is None and HYBRID not in words(source.syntax):
         if not any(_MAINS.find(method)):
             raise unknown(source, method, "main weights are copied otherwise")

@@ -1,10 +1,10 @@
-"""The output layer of Megatron's hybrid model, and whether it makes `cross_entropy_fusion_impl="linear"` work.
+"""Probe whether the output layer of Megatron's hybrid model supports `cross_entropy_fusion_impl="linear"`.
 
-Dev had a wired model from 2026-02-03 to 2026-02-26, when it was called `MambaModel`. Since 2026-04-28 its `HybridModel` makes a plain
-`ColumnParallelLinear`, and hands logits to a loss that does not know `linear`.
+On dev the model, then called `MambaModel`, had the fused layer from 2026-02-03 to 2026-02-26. `HybridModel`, its name since 2026-04-28,
+makes a plain `ColumnParallelLinear` and passes logits to a loss that does not know `linear`.
 
-The seam runs upstream's own `forward` on a view of the model. The verdict rests on all of the model, and on what numbers go
-through on their way to a loss, fused or not: the fused layer and its function, the scale of logits, the loss, and that of MTP.
+The seam runs upstream's own `forward` on a view of the model. The verdict rests on the whole model and on the path from hidden states
+to a loss, fused or not: the fused layer and its function, the scale of logits, the loss, and that of MTP.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/3226 (wired on dev) and https://github.com/NVIDIA/Megatron-LM/pull/3574 (lost again).
 """
@@ -26,6 +26,6 @@ _ABSENT_WITHOUT = {f"{LINEAR}:": f"there is no module {LINEAR}"}
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether the hybrid model is wired to the fused linear cross entropy."""
+    """Return whether the hybrid model uses the fused linear cross entropy."""
     target = _EARLIER if tree.module(TARGET.module) is None else TARGET
     return forms.finding("hybrid-linear-ce", target, tree, _ABSENT_WITHOUT)

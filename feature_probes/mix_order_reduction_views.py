@@ -1,6 +1,7 @@
-"""Probe Inductor's reductions of two orders in one kernel, whose second result is lost where it is a part of another tensor.
+"""Probe whether Inductor's fused reductions over rows and columns lose a second result that is part of another tensor.
 
-It is bound to a new name, and its place stays as it was allocated. 2.15.0 copies it there. Keys of cached graphs, which say nothing of overlays, are a part of their own.
+The kernel binds the second result to a new name, and its part of the other tensor stays uninitialised. 2.15.0 copies it there. A second target has the
+keys of cached graphs, which do not depend on overlays.
 
 Source: https://github.com/pytorch/pytorch/issues/193061
 """
@@ -19,10 +20,10 @@ BOUND_ANEW, CACHED = "bound-anew", "cached-as-fused"
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether results that are parts of other tensors are bound to new names."""
+    """Return whether a result that is part of another tensor is bound to a new name."""
     return forms.finding("mix-order-reduction-views", TARGET, tree)
 
 
 def probe_cache(tree: SourceTree) -> Finding:
-    """Return whether graphs that were compiled so are taken from the cache."""
+    """Return whether the cache serves graphs that were compiled without the overlay."""
     return forms.finding("mix-order-reduction-views", CACHE, tree)

@@ -1,9 +1,9 @@
-"""Probe the tokens that `process_mtp_loss` weighs a further prediction with where losses are summed over tokens: a rank's, or those of all.
+"""Probe whether `process_mtp_loss` weighs a multi-token prediction with token counts of one rank where losses are summed over tokens.
 
-With `calculate_per_token_loss` gradients are divided, once they are summed over ranks, by the tokens of the main loss. A further
-prediction has fewer, so its loss is multiplied by the one count over the other. Both are those of the rank.
+With `calculate_per_token_loss`, gradients are summed over ranks and divided by the tokens of the main loss. A multi-token prediction
+has fewer tokens, so upstream multiplies its loss by the ratio of the two counts. It takes both counts from the rank alone.
 
-The verdict rests on `process_mtp_loss`, on what scales its loss, and on all functions that it calls, rolls included.
+The verdict rests on `process_mtp_loss`, the scaler of its loss, and all functions that it calls, rolls included.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 3
 """
@@ -25,5 +25,5 @@ _ABSENT_WITHOUT = {f"{TARGET.module}:{LOSS}": f"defines no {LOSS}"}
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether the loss of a further prediction is weighed with the tokens of the rank alone."""
+    """Return whether the loss of a multi-token prediction is weighed with token counts of one rank."""
     return forms.finding("mtp-token-counts-local", TARGET, tree, _ABSENT_WITHOUT)

@@ -1,11 +1,11 @@
-"""Probe layers that un-flatten packed samples for their MoE router: a rank may hold a shard of them alone.
+"""Probe whether layers count packed samples for their MoE router in a sequence parallel shard.
 
-A packed microbatch of several samples is one row of all their tokens. `TransformerLayer._maybe_unflatten_for_moe` gives it an axis of
-samples back, so that the router balances each of them. It counts samples in what the layer holds, with the length that a sample has
-on all ranks. Under sequence parallelism a layer holds one of as many shards as there are tensor parallel ranks.
+A packed microbatch is one row with the tokens of several samples. `TransformerLayer._maybe_unflatten_for_moe` restores the axis of
+samples, so that the router balances each sample. It divides the tokens that the layer holds by the full length of a sample. Under
+sequence parallelism the layer holds only one shard of the row, of as many as there are tensor parallel ranks.
 
-The verdict rests on the methods that un-flatten, on what calls them, and on the loss with what calls it, counts for it and multiplies; that
-of an MoE layer also on its `forward` and `route`.
+The verdict rests on the methods that un-flatten and their callers, and on the loss with its callers, counts and factors; that of an MoE
+layer also on its `forward` and `route`.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5996
 """
@@ -25,7 +25,7 @@ TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.
 ROUTER_TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.moe.router", symbol=LOSS)
 EXPERTS = "MoELayer.forward"
 EXPERTS_TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.moe.moe_layer", symbol=EXPERTS)
-"""Defers routing to a recomputation, which runs in the backward pass."""
+"""An MoE layer may run its router again in the backward pass, to recompute."""
 PARAMS = "megatron.core.packed_seq_params"
 IN_THE_SHARD = "counted-in-the-shard"
 IN_THE_SHARD_OF_DEV = "counted-in-the-shard-before-the-bias"
@@ -34,7 +34,7 @@ _ABSENT_WITHOUT = {f"{PARAMS}:PackedSeqParams.tokens_per_sample": "a row does no
 
 
 def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
-    """Return the probe of a layer that counts samples in its shard, of what a router does about it, or of what an MoE layer recomputes."""
+    """Return the probe of one part: the layer, the router or the MoE layer."""
     return lambda tree: forms.finding("seq-aux-loss-packed", target, tree, _ABSENT_WITHOUT)
 
 

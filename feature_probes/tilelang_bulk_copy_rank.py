@@ -1,10 +1,10 @@
-"""TMA lowering in the Mamba-3 MIMO backward, and a TileLang that copies two axes only.
+"""Probe whether the Mamba-3 MIMO backward asks TileLang for bulk copies of three axes where it supports two.
 
-The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and ends the compilation; 0.1.9
-takes three. mamba-ssm as published switches TMA lowering off in every kernel. Where it is on, a kernel must also keep memory with three axes: it may be flat.
+The kernels allocate shared memory with three axes. Up to tilelang 0.1.8 a bulk copy requires two and aborts the compilation; 0.1.9 takes
+three. mamba-ssm as published switches TMA lowering off in every kernel. The defect needs a kernel that has it on and allocates three axes, not flat memory.
 
 The verdict rests on the file of tilelang that lowers a bulk copy: `src/op/copy.cc` up to 0.1.9, `src/backend/cuda/op/copy.cc` in
-0.1.10, `src/cuda/op/copy.cc` since; and on what the decorators of the kernels say.
+0.1.10, `src/cuda/op/copy.cc` since; and on the decorators of the kernels.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TWO_AXES_ONLY = "two-axes-only"
 _MODULES = (TARGET.module, f"{_PACKAGE}.mamba3_mimo_bwd_varlen")
 _SWITCH = "TL_DISABLE_TMA_LOWER"
 _AS_PUBLISHED = f"@tilelang.jit(out_idx=[],pass_configs={{tilelang.PassConfigKey.{_SWITCH}:True,"
-"""How every kernel of 2.3.2.post1 and main begins, without spaces."""
+"""The decorator of every kernel in 2.3.2.post1 and main, without spaces."""
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether a kernel asks for what TileLang cannot do."""
+    """Return whether a kernel needs a bulk copy that TileLang cannot compile."""
     kernels = [source for name in _MODULES if (source := tree.module(name)) is not None]
     if not kernels:
         return absent(f"there is no {TARGET.module}")

@@ -1,7 +1,8 @@
-"""Let an offloaded optimizer step from the weights that were loaded into its model.
+"""Refresh the copies that an offloaded optimizer steps from when weights are loaded into its model.
 
-After upstream's method has returned early, it runs once more as for any other optimizer, which copies weights of the model to main weights; then every copy that the
-hybrid optimizer steps from is refreshed from the weight that it was given. All of it can be done twice, and moments stay as they are.
+Upstream's method returns early for a hybrid optimizer. The seam runs it once more as for any other optimizer, which copies the model's
+weights to main weights. Then it refreshes every copy that the hybrid optimizer steps from. A second run changes nothing, and moments
+stay as they are.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5071
 """
@@ -16,9 +17,9 @@ from megacpp_overlays.feature_probes import cpu_offload_reload as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
-"""Settings under which main weights are not the optimizer's."""
+"""Settings under which Megatron-FSDP, and not the optimizer, owns main weights."""
 _AWARE = ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
-"""Settings under which it is given weights of the model."""
+"""Settings under which the optimizer steps from weights of the model."""
 
 
 def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -45,7 +46,7 @@ def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 
 
 def observe(module: ModuleType) -> Observation:
-    """Load a weight into a model whose optimizer steps from a copy of its main weight."""
+    """Load a weight into a model whose optimizer steps from a copy of the main weight; read both."""
     import torch
 
     model, main, inner = (torch.full((1,), value, device="cpu") for value in (1.0, 7.0, 7.0))
@@ -53,8 +54,8 @@ def observe(module: ModuleType) -> Observation:
     vars(hybrid).update(
         param_to_inner_param={main: inner}, param_to_fp32_param={}, gpu_params_map_cpu_copy={main: inner}
     )
-    whole = object.__new__(getattr(module, feature.CLASS))
-    vars(whole).update(
+    optimizer = object.__new__(getattr(module, feature.CLASS))
+    vars(optimizer).update(
         optimizer=hybrid,
         is_stub_optimizer=True,
         ddp_config=SimpleNamespace(**dict.fromkeys(_FSDP, False)),
@@ -65,7 +66,7 @@ def observe(module: ModuleType) -> Observation:
         shard_fp32_groups=[],
         _get_model_param_range_map=lambda _: {"param": SimpleNamespace(start=0, end=1, size=1)},
     )
-    getattr(whole, feature.METHOD.rpartition(".")[2])()
+    getattr(optimizer, feature.METHOD.rpartition(".")[2])()
     found = main.item(), inner.item()
     return Observation(broken=found != (1.0, 1.0), seen=f"of a loaded weight of 1 main weight and copy are {found}")
 

@@ -1,12 +1,12 @@
-"""Scatter top-k indices into the DSA index mask without asking the device anything.
+"""Scatter top-k indices into the DSA index mask without a read from the device.
 
-Valid positions become 0.0 and everything else stays as it is, bit for bit, whatever the mask holds. Sentinels are led
-to a column of their own in front of a boolean scratch mask, so that no place of the index mask stands for them: the
-note's clamp, scatter and fix-up writes -inf over a 0.0 that column 0 held before, and upstream's own repair, a maximum
-with 0.0, keeps a positive number or a NaN. Callers in Megatron start from -inf, where all of these agree.
+Valid positions become 0.0, and all other elements keep their bits, for any content of the mask. Sentinels, negative
+indices, go to an extra first column of a boolean scratch mask and touch no element of the index mask. Other repairs
+differ: clamp, scatter and fix-up, as in the note of the pack, overwrites a 0.0 in column 0 with -inf; upstream's maximum
+with 0.0 keeps a positive number or a NaN. Callers in Megatron start from -inf, where all of these agree.
 
-The scratch mask is one byte for each of [b, chunk, skv + 1]. An index that is too large raises as before, on the
-GPU with a device-side assertion as before; on the CPU the message counts from the column in front.
+The scratch mask has one byte for each of [b, chunk, skv + 1]. An index that is too large raises as before: on the GPU
+by a device-side assertion; on the CPU with a message that counts the extra column, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _make(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., A
         for start in range(0, queries, step):
             rows = index_mask[:, start : start + step]
             indices = topk_indices[:, start : start + step].to(dtype=torch.int64, device=index_mask.device)
-            # One column more, in front: -1 and below go there, and one past the last key is still out of range.
+            # An extra first column takes negative indices; an index past the last key is still out of range.
             hit = torch.zeros((batch, rows.size(1), keys + 1), dtype=torch.bool, device=index_mask.device)
             hit.scatter_(-1, indices.clamp(min=-1) + 1, True)
             rows.masked_fill_(hit[..., 1:], 0.0)
@@ -41,9 +41,9 @@ def _make(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., A
 
 
 def _measure(module: ModuleType, symbol: str) -> tuple[list[str], str | None]:
-    """Return what the loaded function reads from the host, and the first case where it writes something else.
+    """Return the host reads of the loaded function, and its first wrong result, in words.
 
-    Mask [2, 3, 4] with every kind of content; 0.0 must be where an index points, and nowhere else.
+    The mask [2, 3, 4] has every kind of content; indices must set 0.0, and nothing else may change.
     """
     import torch
 
@@ -56,7 +56,7 @@ def _measure(module: ModuleType, symbol: str) -> tuple[list[str], str | None]:
     read: list[str] = []
     for name, indices in cases.items():
         for dtype, step in ((torch.int64, 256), (torch.int32, 1), (torch.int32, 2)):
-            # Every second row of a larger tensor: the write has to reach a mask that is not contiguous.
+            # Every second row of a larger tensor: the function must also write to a mask that is not contiguous.
             mask = torch.tensor(content, dtype=torch.float32, device="cpu").repeat_interleave(2, dim=1)[:, ::2]
             wanted = mask.clone()
             for b, rows in enumerate(indices):

@@ -1,39 +1,36 @@
 """Compute DSA's index scores and their gradients without a tensor of all queries, heads and keys.
 
-The scores are replaced whole: float32, new, and kept by nobody, because the loss adds its masks in place. So are, where
-the bodies of both are known, the fused indexer loss and its backward, which build the main attention's scores, (batch,
-attention heads, queries, keys), for nothing but their softmax summed over heads: `attention_target` computes that sum.
-What is left, in blocks of queries, is (batch, queries, keys); normalisation, divergence and reduction are upstream's own
-functions where it has them (see `indexer_loss`), and the sum over tensor-parallel ranks is where upstream has it.
+Scores. The whole function is replaced. It returns a new float32 tensor that is not saved, because the loss adds its masks in place.
 
-There the function that chooses keys is replaced as well, if its body is known: scores and masks as before, through upstream's
-own functions, then `top_k.choose`, on devices that have its kernel; on others upstream's function runs. The keys come in
-the order of their positions and not of their scores, with -1 after them where upstream has it, and of equal scores at the border
-the first ones. Nobody asks for the order: the callers of `fused_qk_topk_naive` up to 0.19.2, main and dev hand the indices on to
-masks they are scattered into, in the losses and in attention; to attention that gathers keys by them and passes over
-what is negative, in PyTorch and in TileLang; to cuDNN's, which moves what is negative to the end and sorts the rest; and on dev to
-compressed attention, which adds an offset and does the same. The order of the sums over keys changes with it, as rounding does.
+Loss. Where both bodies are known, the fused indexer loss and its backward are replaced. Upstream builds the main attention's scores,
+(batch, attention heads, queries, keys), only for their softmax summed over heads; `attention_target` computes that sum. What is left,
+in blocks of queries, is (batch, queries, keys). Normalisation, divergence and reduction are upstream's own functions where it has
+them (see `indexer_loss`), and the sum over tensor-parallel ranks stays where upstream has it.
 
-Since 0.19 a sparse loss looks at nothing but the keys that were chosen. There the autograd function of the fused loss is replaced as
-well, if its body is known: keys are chosen in blocks of queries, whose bounds the kernels are told, target and loss are found for
-them alone, and so are the gradients, of the difference that the forward pass keeps for each slot (`kernels.chosen_keys`). Nothing of
-(batch, queries, keys) is held. That is for bounds of keys without a mask or positions of their own, for attention whose heads share
-their keys, as absorbed latent attention has it, and where kernels take all of it; everything else goes the way above.
+Top-k. There the function that chooses keys is replaced as well, if its body is known. Upstream's functions make scores and masks;
+`top_k.choose` chooses, on devices that have its kernel; on others upstream's function runs. Keys come in the order of positions and
+not of scores, followed by -1 where upstream has it; of equal scores at the border the first ones are chosen. No caller of
+`fused_qk_topk_naive` up to 0.19.2, main and dev needs the order: losses and attention scatter the indices into masks; attention in
+PyTorch and TileLang gathers keys by them and skips negative ones; cuDNN's moves negative ones to the end and sorts the rest; and
+compressed attention on dev adds an offset and does the same. Sums over keys run in that order, and round accordingly.
 
-Where only the backward's body is known, it is upstream's own up to the gradient of the scores, bit for bit; only where it
-takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where there is no such backward,
-as in 0.16, autograd reaches ours through the scores.
+Sparse loss. Since 0.19 it reads the chosen keys alone. There the autograd function of the fused loss is replaced as well, if its body
+is known. It works in blocks of queries, whose bounds the kernels take: keys, target and loss are computed for the chosen keys, and
+the gradients come from a difference that the forward pass saves for each slot (`kernels.chosen_keys`). No tensor is (batch, queries,
+keys). That needs key bounds without a mask or key positions, attention whose heads share their keys, such as absorbed latent
+attention, and kernels that take all of it; every other call goes the way above.
 
-Where no kernel was measured, as on a CPU, all of this goes to upstream's functions while their largest tensor is small (see
-`kernels.measured.serves`).
+Backward alone. Where only its body is known, upstream computes the gradient of the scores, bit for bit; the gradients of queries,
+weights and keys are ours (see `score_gradient`). Where there is no such backward, as in 0.16, autograd reaches ours through the scores.
 
-On NVIDIA devices bfloat16 queries and keys are multiplied on tensor cores; everything else takes blocks in PyTorch. Sums
-over heads run in another order than upstream's, so scores differ by float32 rounding, and a top-k may choose otherwise
-between keys that are that close.
+Where no kernel was measured, as on a CPU, upstream's functions serve all calls whose largest tensor is small (see
+`kernels.measured.serves`). On NVIDIA devices tensor cores multiply bfloat16 queries and keys; everything else runs in blocks in
+PyTorch. Sums over heads run in another order than upstream's, so scores differ by float32 rounding, and a top-k may choose
+otherwise between keys that are that close.
 
-Not covered: the loss where autograd is to go through it, as in 0.16; the backends of `dsa_kernel_backend`, which bring
-their own indexer; and on dev the loss with a denominator from elsewhere and the copy of the scores that compressed sparse
-attention has for context parallelism.
+Not covered: the loss where autograd goes through it, as in 0.16; the backends of `dsa_kernel_backend`, which have their own
+indexer; and on dev the loss with an external denominator, and the copy of the scores that compressed sparse attention has for
+context parallelism.
 """
 
 from __future__ import annotations
@@ -100,7 +97,7 @@ def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callabl
         trace = BackwardTrace(q, weights, k, _ADVICE)
         try:
             returned = original(*trace.proxies(), *args, **kwargs)
-        except TypeError as error:  # what Python's operators raise of a proxy, and not only that
+        except TypeError as error:  # such as an operator that a proxy does not have
             raise trace.refusal(f"it raises {error}") from error
         grad = trace.gradient(returned)
         return index_scores.gradients(grad, q, weights, k, use_relu=trace.rectified)
@@ -170,7 +167,7 @@ def _make_marked_top_k(original: Callable[..., Any], module: ModuleType) -> Call
 
 
 def _scores_of(module: ModuleType) -> Callable[..., Any]:
-    """Return what computes index scores with whatever the module has by that name when it is called."""
+    """Return a function that calls the index scores of a module, looked up at each call."""
 
     def scores(*args: Any, **kwargs: Any) -> Any:
         return vars(module)[feature.SCORES](*args, **kwargs)
@@ -180,17 +177,17 @@ def _scores_of(module: ModuleType) -> Callable[..., Any]:
 
 _QUERIES, _BATCH, _HEADS, _KEYS, _DIM = 8, 2, 4, 6, 3
 _MAIN_HEADS = 3
-"""Of the attention: fewer, so that its own four axes are no sign where they are left to upstream."""
+"""Heads of the attention: fewer than those of the indexer, so that upstream's attention scores stay below `_BOUND`."""
 _BOUND = _QUERIES * _BATCH * _HEADS * _KEYS
 _TOLERANCE = 1e-3
-"""Relative, in the Euclidean norm: far above float32 rounding and below that of any narrower type."""
+"""Relative error in the Euclidean norm: far above float32 rounding, below that of any narrower type."""
 
 
 def _measure(module: ModuleType) -> tuple[list[str], str | None]:
-    """Return the operators whose result is as large as the four-axis tensor, and the first result that is wrong.
+    """Return the operators whose result is as large as the four-axis tensor, and the first wrong result, in words.
 
-    On CPU tensors and whatever the importing thread has set: no random numbers, no autocast, and no autograd, whose
-    engine asks the driver for devices when it starts.
+    It runs on CPU tensors and overrides settings of the importing thread. It uses no random numbers, and no autograd,
+    whose engine asks the driver for devices when it starts.
     """
     import torch
 
@@ -215,7 +212,7 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
 
 
 def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of a result, what the module computes, and what the definition says, in float64."""
+    """Yield the name of each result, its values from the module, and those of the definition in float64."""
     import inspect
 
     import torch
@@ -251,7 +248,7 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
 
 
 def _loss() -> tuple[dict[str, Any], Any, Any, float]:
-    """Return a causal indexer loss as the backward takes it; its mask, target and weight by hand.
+    """Return the arguments of a causal indexer loss, and its mask, target and weight by definition.
 
     Its gradient of the index scores is (softmax(scores + mask) - target) * weight.
     """
@@ -281,15 +278,15 @@ def _witness(module: ModuleType) -> Observation:
     large, wrong = _measure(module)
     if wrong is not None:
         return Observation(broken=False, seen=f"it does not compute what the replacement computes: {wrong}")
-    return Observation(broken=bool(large), seen=_said(large))
+    return Observation(broken=bool(large), seen=_describe(large))
 
 
 def _self_test(module: ModuleType) -> Observation:
     large, wrong = _measure(module)
-    return Observation(broken=bool(large or wrong), seen=wrong or _said(large))
+    return Observation(broken=bool(large or wrong), seen=wrong or _describe(large))
 
 
-def _said(large: list[str]) -> str:
+def _describe(large: list[str]) -> str:
     names = ", ".join(dict.fromkeys(large))
     return (
         f"{len(large)} operators return {_BOUND} or more elements for {_BOUND} in four axes{f': {names}' * bool(names)}"
@@ -322,7 +319,7 @@ _OVER_CHOSEN_KEYS = {
         Replacement(symbol=f"{FUSED_LOSS}.backward", make=_make_chosen_backward),
     ),
 }
-"""What has a sparse loss look at chosen keys alone."""
+"""Seams by which a sparse loss reads chosen keys alone, by shape."""
 _MARKED_TOP_K = Replacement(symbol=TOP_K, make=_make_marked_top_k)
 _TOP_K = {
     feature.SOFTENED_LOSS: Replacement(symbol=TOP_K, make=_make_top_k),
@@ -330,7 +327,7 @@ _TOP_K = {
     feature.EXACT_LOSS_EXTERNAL_MASS: _MARKED_TOP_K,
 }
 OTHER_TOP_K = {shape: f"{shape}-other-top-k" for shape in _WITH_LOSS}
-"""The shape whose choice of keys is left to upstream, by that with it; no recorded tree has one."""
+"""By shape, the one with a top-k that stays upstream's; no recorded tree has one."""
 
 OVERLAY = Overlay(
     id=_ID,

@@ -1,21 +1,21 @@
 """Keep `A_log` and `D` of Megatron's own Mamba mixers in fp32: off unless its variable says `on`.
 
-The constructors create them in fp32, with a comment to keep them so, and `Float16Module` casts them with everything
-else. This overlay casts nothing: after upstream's constructor it marks the parameters with `keep_in_fp32`, and whoever
-honours marks leaves them alone: the overlay `float16-fp32-exemption` on releases up to 0.19.2, `Float16Module` itself on
-main and dev. If that overlay is switched off, the marks have no effect there. Every place in the mixers that reads
-the two takes fp32 beside half-precision activations; the probe knows them all.
+The constructors create them in fp32, with a comment to keep them so, and `Float16Module` casts them with all other
+parameters. After upstream's constructor this overlay marks them with `keep_in_fp32`. Marked parameters are not cast: up
+to 0.19.2 by the overlay `float16-fp32-exemption`, without which marks have no effect there; on main and dev by
+`Float16Module` itself. All code of the mixers that reads the two takes fp32 with half-precision activations; the probe
+knows each place.
 
-It is off by default because it changes what is trained and what is saved:
-    A checkpoint then holds the two in fp32. Model weights load either way, and are rounded when they go back; what was
-    lost in bf16 stays lost. Optimizer state of `Float16OptimizerWithFloat16Params` loads into a run with the overlay and
-    not back: a run without it asks for an fp32 copy that was not saved. See pack 21.
+It is off by default because it changes training and checkpoints:
+    A checkpoint then has the two in fp32. Model weights load with and without the overlay, and a run without it rounds
+    them. Optimizer state of `Float16OptimizerWithFloat16Params` from a run without the overlay loads into a run with it,
+    but not the reverse: a run without it asks for an fp32 copy that was not saved. See pack 21.
     The fp32 parameters get a gradient buffer of their own, and CPU offload refuses them up to 0.19.2 (see
     `float16-fp32-exemption`).
-What it gains is small: `benchmarks/results/mixer_parameters.md`. Half precision moves a decay rate by up to 0.8 percent; both
-optimizers keep an fp32 copy of what is cast, so updates are not lost without it.
+The gain is small: `benchmarks/results/mixer_parameters.md`. Half precision moves a decay rate by up to 0.8 percent; both
+optimizers keep an fp32 copy of each parameter that is cast, so no update is lost without the overlay.
 
-The gated delta net creates its own `A_log` and `dt_bias` in `params_dtype`: there is nothing to keep.
+The gated delta net creates its own `A_log` and `dt_bias` in `params_dtype`, so it needs no marks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAMBA = Mixer(feature.MAMBA, ("A_log", "D"))
 GATED_DELTA_PRODUCT = Mixer(feature.GATED_DELTA_PRODUCT, ("A_log",))
 
 
-def _marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
+def _make_marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
     def make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
         import torch
 
@@ -68,12 +68,12 @@ def _marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType
 
 
 def observe(module: ModuleType, mixer: Mixer, *, unbuilt: bool) -> Observation:
-    """Build a small mixer on the CPU: are its fp32 parameters marked?
+    """Build a small mixer on the CPU, and look for the marks of its fp32 parameters.
 
     Args:
         module: the target.
         mixer: which of its classes.
-        unbuilt: the answer where an import that the constructor asks for is missing: nobody can build one then.
+        unbuilt: the answer where no mixer can be built, because the constructor lacks an import.
     """
     import torch
 
@@ -122,7 +122,7 @@ def _build(module: ModuleType, mixer: Mixer) -> Any:
 
 @contextlib.contextmanager
 def _on_the_cpu(module: ModuleType) -> Iterator[None]:
-    """Let a constructor of this module, in this thread, build on the CPU; CUDA is neither asked nor initialised."""
+    """Let constructors of a module build on the CPU in this thread, without a call to CUDA."""
     names = vars(module)
     torch, tracker = names["torch"], names["get_cuda_rng_tracker"]
     cuda = Instead(torch.cuda, current_device=answer(lambda: "cpu", torch.cuda.current_device))
@@ -142,7 +142,7 @@ def _part(mixer: Mixer, probe: Callable[[SourceTree], Finding]) -> Overlay:
         target=mixer.target,
         probe=probe,
         replacements={
-            feature.UNMARKED: (Replacement(symbol=mixer.target.symbol, make=_marking(mixer.parameters)),),
+            feature.UNMARKED: (Replacement(symbol=mixer.target.symbol, make=_make_marking(mixer.parameters)),),
         },
         unsupported={},
         witness=functools.partial(observe, mixer=mixer, unbuilt=True),

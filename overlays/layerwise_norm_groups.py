@@ -1,7 +1,7 @@
-"""Give children of Megatron's layer-wise optimizer the groups by which replicas of parameters are told.
+"""Give child optimizers of Megatron's layer-wise optimizer the process groups that identify replicas of parameters.
 
-After upstream's constructor each child without a tensor parallel group has that of the collection which the optimizer was given, and that of
-experts, and zeros are counted with both. What a caller has set stays. That is what upstream does since #6099.
+After upstream's constructor, each optimizer without a tensor parallel group, or without that of experts, takes it from the process group
+collection. Zeros are counted with both groups. A group that a caller has set stays. Upstream does the same since #6099.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6099
 """
@@ -16,7 +16,7 @@ from megacpp_overlays.feature_probes import layerwise_norm_groups as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _GROUPS = ("tp_group", feature.REPLICAS)
-"""Attributes of an optimizer: groups of the ranks that share a layer, and an expert."""
+"""Attributes of an optimizer: the tensor parallel groups of layers and of experts."""
 
 
 def _make_constructor(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def _make_zeros(_original: Callable[..., Any], module: ModuleType) -> Callable[.
 
 
 def observe(module: ModuleType) -> Observation:
-    """Make a layer-wise optimizer of one child, which takes no step, with two groups."""
+    """Construct a layer-wise optimizer with two groups, and read those of its only child."""
     config = SimpleNamespace(overlap_param_gather=False, bf16=False)
     child = SimpleNamespace(config=config, param_groups=[])
     groups = SimpleNamespace(tp="of layers", expt_tp="of experts")
