@@ -1,4 +1,4 @@
-"""`megacpp-overlays audit` before a job: what must hold, what held last time, and an environment that is not the launcher's."""
+"""`megacpp-overlays audit`: required decisions, comparison with a kept audit, wrong environments, one overlay, output forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNKNOWN = "def double(x):\n    return 2 * x + 1\n"
 
 @pytest.fixture
 def arm(session: SessionMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make a session the one of this process."""
+    """Arm a session and make it the one of this process."""
 
     def make(*declared: Any, **settings: Any) -> None:
         made = session(*declared, **settings)
@@ -39,7 +39,7 @@ def arm(session: SessionMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 @pytest.fixture
 def kept(upstream: Upstream, tmp_path: Path) -> Callable[..., Path]:
-    """Write an audit as it was kept once: decisions by id."""
+    """Write a kept audit with decisions by id."""
 
     def write(**decisions: str) -> Path:
         rows = [
@@ -57,7 +57,7 @@ def kept(upstream: Upstream, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("asked", ["double-fix=active", "double-fix=retired,active"])
-def test_what_is_required_and_so_is_no_news(
+def test_a_decision_that_is_as_required_is_not_reported(
     upstream: Upstream, arm: Callable[..., None], asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm(upstream.overlay())
@@ -66,7 +66,7 @@ def test_what_is_required_and_so_is_no_news(
     assert "has to be" not in capsys.readouterr().err
 
 
-def test_what_is_required_and_not_so_is_named_with_its_reason_behind_the_audit(
+def test_a_decision_that_is_not_as_required_is_reported_with_its_reason(
     upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     upstream.write(FIXED_TEXT)
@@ -78,7 +78,6 @@ def test_what_is_required_and_not_so_is_named_with_its_reason_behind_the_audit(
     said = capsys.readouterr()
     assert "double-fix" in said.out
     [line] = [each for each in said.err.splitlines() if "has to be" in each]
-    assert line.startswith("megacpp-overlays: ")
     assert line.startswith("megacpp-overlays: double-fix has to be active and is retired: read: return x + x")
 
 
@@ -92,7 +91,7 @@ def test_what_is_required_and_not_so_is_named_with_its_reason_behind_the_audit(
         ("double-fix=", "ID=DECISION is wanted"),
     ],
 )
-def test_what_cannot_be_required_is_wrong_usage_and_nothing_is_imported(
+def test_an_invalid_requirement_is_wrong_usage_and_imports_nothing(
     upstream: Upstream, arm: Callable[..., None], asked: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm(upstream.overlay())
@@ -108,7 +107,7 @@ def test_what_cannot_be_required_is_wrong_usage_and_nothing_is_imported(
 # --expect
 
 
-def test_an_audit_that_was_kept_is_what_the_next_one_may_be_held_against(
+def test_an_audit_matches_its_own_json(
     upstream: Upstream, arm: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm(upstream.overlay(), gate_of(upstream))
@@ -142,7 +141,7 @@ def test_what_is_not_as_it_was_kept_is_named(
     assert f"megacpp-overlays: {says}" in capsys.readouterr().err
 
 
-def test_a_new_overlay_that_changes_nothing_is_not_unexpected(
+def test_a_new_overlay_that_changes_nothing_is_accepted(
     upstream: Upstream, arm: Callable[..., None], kept: Callable[..., Path]
 ) -> None:
     upstream.write(FIXED_TEXT)
@@ -181,7 +180,7 @@ def test_a_conflict_comes_before_what_was_asked_for(
 
 
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.STRICT])
-def test_where_nothing_is_that_overlays_are_about_an_audit_is_not_green(
+def test_an_environment_without_any_target_distribution_fails(
     upstream: Upstream, arm: Callable[..., None], mode: Mode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = Target(distribution="nowhere", module="nowhere.at.all", symbol="double")
@@ -196,7 +195,7 @@ def test_where_nothing_is_that_overlays_are_about_an_audit_is_not_green(
     )
 
 
-def test_a_package_without_its_target_is_here_all_the_same(upstream: Upstream, arm: Callable[..., None]) -> None:
+def test_a_distribution_without_the_target_module_is_enough(upstream: Upstream, arm: Callable[..., None]) -> None:
     gone = Target(distribution=upstream.name, module=f"{upstream.name}.gone.since", symbol="double")
     arm(upstream.overlay(target=gone))
 
@@ -206,7 +205,7 @@ def test_a_package_without_its_target_is_here_all_the_same(upstream: Upstream, a
 # One overlay
 
 
-def test_one_overlay_is_explained_and_no_other_target_imported(
+def test_one_overlay_is_explained_and_no_other_target_is_imported(
     upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     upstream.write(UNKNOWN, module="other")
@@ -222,7 +221,7 @@ def test_one_overlay_is_explained_and_no_other_target_imported(
     assert f"{upstream.name}.other" not in sys.modules
 
 
-def test_one_that_is_off_is_looked_at_all_the_same(
+def test_an_overlay_that_is_off_is_explained_with_its_finding(
     upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm(upstream.overlay(opt_in=True))
@@ -235,7 +234,7 @@ def test_one_that_is_off_is_looked_at_all_the_same(
     assert "MEGACPP_OVERLAY_DOUBLE_FIX=on (it is off by default)" in out
 
 
-def test_one_in_conflict_is_a_conflict(upstream: Upstream, arm: Callable[..., None]) -> None:
+def test_one_overlay_in_conflict_fails(upstream: Upstream, arm: Callable[..., None]) -> None:
     upstream.write(UNKNOWN)
     arm(upstream.overlay())
 
@@ -255,10 +254,10 @@ def test_an_id_stands_alone(
     assert "an ID stands alone" in capsys.readouterr().err
 
 
-# Forms
+# Output forms
 
 
-def test_all_that_is_known_is_printed_where_it_is_asked_for(
+def test_verbose_prints_the_defect_of_each_overlay(
     upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm(upstream.overlay())
@@ -268,7 +267,7 @@ def test_all_that_is_known_is_printed_where_it_is_asked_for(
     assert "without it: every double is one too large" in capsys.readouterr().out
 
 
-def test_the_schema_is_printed_and_fits_what_json_prints(
+def test_the_printed_schema_validates_the_printed_json(
     upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     jsonschema = pytest.importorskip("jsonschema")
@@ -318,8 +317,7 @@ def test_colours_are_for_a_terminal_that_wants_them(
     assert "\x1b[2J" not in out.getvalue()
 
 
-def test_the_command_tells_it_once(upstream: Upstream) -> None:
-    """No line of the log beside the audit that says the same."""
+def test_no_log_line_repeats_the_audit(upstream: Upstream) -> None:
     done = launch("-m", "megacpp_overlays", "audit", "double-fix", env=environment(upstream))
 
     assert "active on " in done.stdout

@@ -1,4 +1,4 @@
-"""Findings that are written down: the same as the probe's, for the same texts, and for no others."""
+"""Known findings: equal to the probe's for the same texts, and used for no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megacpp_overlays.source.trees import CachedTree, InstalledTree, ModuleSourc
 OVERLAYS = [each for each in registry.load() if isinstance(each, Overlay)]
 INSTALLED = CachedTree(InstalledTree())
 HERE = [each for each in OVERLAYS if known.finding(each, INSTALLED) is not None]
-"""Parts of which something is known about the releases that are installed here."""
+"""Parts with a known finding for the releases that are installed here."""
 
 pytestmark = pytest.mark.upstream
 
@@ -34,14 +34,14 @@ def name(overlay: Overlay) -> str:
 
 
 @pytest.fixture(autouse=True)
-def read_anew() -> Iterator[None]:
+def empty_cache() -> Iterator[None]:
     known._kept.cache_clear()
     yield
     known._kept.cache_clear()
 
 
 class Altered:
-    """The installed packages, with something of one module changed."""
+    """The installed packages with text added to one module, or with that module unreadable."""
 
     def __init__(self, module: str, text: str | None) -> None:
         self._module = module
@@ -56,14 +56,14 @@ class Altered:
         return ModuleSource(name, found.path, found.text + self._text)
 
 
-def asked_of(overlay: Overlay) -> list[str]:
-    """Return the modules that decide what a part finds."""
-    asked = RecordingTree(INSTALLED)
-    overlay.probe(asked)
-    return [*asked.sources]
+def modules_read_by(overlay: Overlay) -> list[str]:
+    """Return the modules that the probe of a part reads."""
+    tree = RecordingTree(INSTALLED)
+    overlay.probe(tree)
+    return [*tree.sources]
 
 
-def test_most_parts_are_known_of_what_is_installed_here() -> None:
+def test_most_parts_have_a_known_finding_here() -> None:
     assert len(HERE) > len(OVERLAYS) * 3 // 4
 
 
@@ -73,17 +73,16 @@ def test_a_known_finding_is_what_the_probe_finds_here_and_says_where(overlay: Ov
 
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)
-def test_one_character_more_in_any_text_that_the_probe_asks_for_and_it_is_asked(overlay: Overlay) -> None:
-    asked = asked_of(overlay)
-    there = [each for each in asked if INSTALLED.module(each) is not None]
+def test_a_known_finding_is_not_used_when_any_module_that_the_probe_reads_has_changed(overlay: Overlay) -> None:
+    installed = [each for each in modules_read_by(overlay) if INSTALLED.module(each) is not None]
 
-    for module in there:
+    for module in installed:
         assert known.finding(overlay, Altered(module, "#")) is None
-        assert known.finding(overlay, Altered(module, None)) is None  # nor of what cannot be read
+        assert known.finding(overlay, Altered(module, None)) is None
 
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)
-def test_functions_are_written_where_it_says(overlay: Overlay) -> None:
+def test_known_places_of_functions_are_right(overlay: Overlay) -> None:
     source = INSTALLED.module(overlay.target.module)
     places = known.places(overlay, INSTALLED)
     found = known.finding(overlay, INSTALLED)
@@ -94,20 +93,20 @@ def test_functions_are_written_where_it_says(overlay: Overlay) -> None:
         assert places.keys() == {each.symbol for each in overlay.replacements[found.shape or ""]}
 
 
-def test_the_loader_takes_it_and_asks_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loader_uses_a_known_finding_and_runs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = next(each for each in HERE if each.id == "float16-fp32-exemption")
     expected = probing.examine(overlay, INSTALLED)
     module = ModuleType(overlay.target.module)  # an import of the real one would arm this process
 
     def refuse(*_: Any, **__: Any) -> Finding:
-        raise AssertionError("a probe was asked")
+        raise AssertionError("a probe ran")
 
     monkeypatch.setattr(probing, "examine", refuse)
 
     assert probing.assess_overlay(overlay, module, Settings(), INSTALLED).finding == expected
 
 
-# --- what is not believed ---
+# --- known findings that are not used ---
 
 
 def kept() -> dict[str, Any]:
@@ -127,7 +126,7 @@ def kept() -> dict[str, Any]:
     ],
     ids=["of other probes", "of another Python", "of another form", "a list", "half of it", "not there"],
 )
-def test_findings_that_are_not_of_this_code_are_not_used(
+def test_a_file_of_other_code_or_another_form_is_not_used(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known, "FILE", tmp_path / "known.json")
@@ -138,19 +137,19 @@ def test_findings_that_are_not_of_this_code_are_not_used(
     assert known.places(HERE[0], INSTALLED) == {}
 
 
-def test_a_package_without_its_text_asks_its_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_source_text_uses_no_known_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "_PACKAGE", tmp_path)
 
     assert known.finding(HERE[0], INSTALLED) is None
 
 
-def test_an_overlay_of_the_same_name_with_a_probe_of_its_own_is_asked() -> None:
+def test_an_overlay_of_the_same_name_with_another_probe_uses_no_known_findings() -> None:
     theirs = replace(HERE[0], probe=lambda _: Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("none"),)))
 
     assert known.finding(theirs, INSTALLED) is None
 
 
-def test_a_doubt_is_never_written_down() -> None:
+def test_a_finding_that_is_unrecognised_or_names_another_file_is_not_kept() -> None:
     doubt = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence("odd"),))
     with_a_path = Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("nothing in /some/a.py"),))
     elsewhere = Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("none", "/other/b.py", 3),))
@@ -160,13 +159,13 @@ def test_a_doubt_is_never_written_down() -> None:
     assert {each["verdict"] for each in kept()["findings"]} == {"BROKEN", "FIXED", "ABSENT"}
 
 
-def test_a_package_and_a_module_of_one_text_are_not_the_same() -> None:
+def test_a_package_and_a_module_of_the_same_text_have_different_digests() -> None:
     texts = [ModuleSource("a", path, "from .b import c") for path in ("/x/a.py", "/x/a/__init__.py")]
 
     assert len({known.digest(["a"], [each]) for each in (*texts, None)}) == 3
 
 
-# --- in step ---
+# --- known.json is up to date ---
 
 
 OTHER_PYTHONS = ("loader-3.10", "loader-3.11", "loader-3.13")
@@ -185,7 +184,7 @@ def known_findings(python: Path, *words: str | Path) -> subprocess.CompletedProc
 
 
 def test_the_kept_findings_of_the_newest_releases_are_what_the_probes_find() -> None:
-    """Each probe is asked once, and what each fingerprint is of is known; `make test-all` asks about all releases."""
+    """Every probe runs once; `make test-all` checks all releases."""
     done = known_findings(Path(sys.executable), "--newest")
 
     assert (done.returncode, done.stdout) == (0, "as the probes find it\n"), done.stderr

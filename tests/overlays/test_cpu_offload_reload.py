@@ -1,4 +1,4 @@
-"""Offloaded optimizers with the overlay: a step starts from the weights that are in the model, whatever was there before.
+"""Offloaded optimizers with the overlay: the first step after loading starts from the loaded weights.
 
 Cases of pack 51 run on releases, in a process of its own for each; everything else runs on the newest one in this process.
 """
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
 
 FOLDER = ROOT / "packs/51-cpu-offload-reload"
 PACK = beside(str(FOLDER / "neighbours.py"))
-
 
 measured = measured_on("51", "0.12.0", "0.13.1", "0.16.1", "0.18.2", newest())
 
@@ -71,7 +70,7 @@ def test_moments_stay_as_they_are(module: ModuleType) -> None:
         assert ours[name] == stock[name] != []
 
 
-def test_training_after_loading_is_that_of_a_model_which_was_built_with_the_weights(refreshing: ModuleType) -> None:
+def test_training_after_loading_equals_that_of_an_ordinary_optimizer(refreshing: ModuleType) -> None:
     offloaded = PACK.trained(after=3)
     ordinary = PACK.trained(after=3, optimizer_cpu_offload=False)
 
@@ -79,8 +78,8 @@ def test_training_after_loading_is_that_of_a_model_which_was_built_with_the_weig
         assert offloaded[name] == ordinary[name]
 
 
-def whole(module: ModuleType, **held: Any) -> Any:
-    """Return an optimizer of one weight that was loaded, without what it is not asked for."""
+def optimizer_of(module: ModuleType, **held: Any) -> Any:
+    """Return an optimizer of one loaded weight, with only the attributes that the method reads."""
     made = object.__new__(getattr(module, CLASS))
     hybrid = object.__new__(module.HybridDeviceOptimizer)
     main, inner = torch.full((2,), 7.0), torch.full((2,), 7.0)
@@ -101,20 +100,20 @@ def whole(module: ModuleType, **held: Any) -> Any:
 
 
 def reloaded(made: Any, **given: Any) -> list[float]:
-    """Let an optimizer take its weights, and return the first number of its main weight and of its copy."""
+    """Copy weights to an optimizer; return the first number of its main weight and of its copy."""
     getattr(made, METHOD.rpartition(".")[2])(**given)
     ((main, inner),) = made.optimizer.param_to_inner_param.items()
     return [float(main[0]), float(inner[0])]
 
 
 def test_main_weights_of_megatron_fsdp_are_left_alone(refreshing: ModuleType) -> None:
-    made = whole(refreshing, ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    made = optimizer_of(refreshing, ddp_config=SimpleNamespace(use_megatron_fsdp=True))
 
     assert reloaded(made) == [7.0, 7.0]
 
 
-def test_a_state_dict_has_the_weights_where_one_is_given(refreshing: ModuleType) -> None:
-    made = whole(refreshing)
+def test_a_given_state_dict_has_the_weights(refreshing: ModuleType) -> None:
+    made = optimizer_of(refreshing)
     ((model,),) = made.model_float16_groups
     made._build_model_param_to_state_dict_param_map = {"a": {model: torch.full((3,), 3.0)}}.__getitem__
 
@@ -122,7 +121,7 @@ def test_a_state_dict_has_the_weights_where_one_is_given(refreshing: ModuleType)
 
 
 def test_an_error_leaves_the_optimizer_in_its_place(refreshing: ModuleType) -> None:
-    made = whole(refreshing, _get_model_param_range_map={}.__getitem__)
+    made = optimizer_of(refreshing, _get_model_param_range_map={}.__getitem__)
     hybrid = made.optimizer
 
     with pytest.raises(KeyError):
@@ -131,6 +130,6 @@ def test_an_error_leaves_the_optimizer_in_its_place(refreshing: ModuleType) -> N
     assert made.optimizer is hybrid
 
 
-def test_a_seam_on_another_seam_changes_nothing(refreshing: ModuleType) -> None:
+def test_the_seam_can_be_placed_twice(refreshing: ModuleType) -> None:
     with placed(OVERLAY, STALE, refreshing):
-        assert reloaded(whole(refreshing)) == [1.0, 1.0]
+        assert reloaded(optimizer_of(refreshing)) == [1.0, 1.0]

@@ -1,7 +1,7 @@
 """DSA's validations: upstream's own outside a capture; by construction, on the device or declined inside one.
 
-There is no GPU here. `graph_capture.rehearsal` makes the gates answer as in a capture, on CPU tensors; the real thing
-is in tests/gpu/test_dsa_capture.py.
+These tests need no GPU: `graph_capture.rehearsal` makes the gates answer as in a capture, on CPU tensors. Tests of real
+captures are in tests/gpu/test_dsa_capture.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Gates:
         self.undo = [install(part, self.shapes[part], module) for part, module in self.modules.items()]
 
     def built(self, **changes: Any) -> dict[str, Any]:
-        """Return what the mask builder makes of a layout, as the bounds take it."""
+        """Build the mask of a layout; return the arguments of the bounds function."""
         given = {
             "sq": 4, "skv": 4, "b": 2, "device": CPU, "cp_size": 1, "cp_rank": 0, "cp_comm_type": "allgather",
             "cp_group": None, "attn_mask_type": AttnMaskType.causal, "attention_mask": None, "position_ids": None,
@@ -137,7 +137,7 @@ VOUCHED_FOR = {
         *("_build_causal_mask_from_positions", "_get_cp_positions_from_layout"),
     ),
 }
-"""What a mark speaks for, by module: all that makes a mask or key positions, and all that looks at them."""
+"""Functions that a mark vouches for, by module: those that make masks or key positions, and those that read them."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ VOUCHED_FOR = {
 def test_the_verdict_rests_on_all_that_a_mark_vouches_for(
     part: Overlay, shapes: set[str], modules: tuple[Overlay, ...]
 ) -> None:
-    """A change of any place of a form is not recognised, see `tests/probes/test_forms.py`."""
+    """After a change of any place of a form, the form is not recognised: see `tests/probes/test_forms.py`."""
     record = forms.record(part.id, part.target.module)
     wanted = {f"{each.target.module}:{name}" for each in modules for name in VOUCHED_FOR[each]}
     broken = [form for form in record.forms if form.shape in shapes]
@@ -191,9 +191,7 @@ def test_outside_a_capture_a_mask_with_holes_declines_and_unequal_rows_raise(pat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_what_the_builder_made_passes_with_the_same_bounds(
-    upstream: Gates, patched: Gates, layout: dict[str, Any]
-) -> None:
+def test_a_built_mask_passes_with_the_same_bounds(upstream: Gates, patched: Gates, layout: dict[str, Any]) -> None:
     expected = upstream.bounds(**upstream.built(**layout))
     assert expected is not None
 
@@ -226,7 +224,7 @@ BUILT = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "change", [torch.clone, lambda tensor: tensor[:-1], *COPIES.values()], ids=["copied", "cut", *COPIES]
 )
-def test_what_was_copied_or_cut_declines(patched: Gates, layout: dict[str, Any], name: str, change: Any) -> None:
+def test_a_copied_or_cut_tensor_declines(patched: Gates, layout: dict[str, Any], name: str, change: Any) -> None:
     with graph_capture.rehearsal():
         built = patched.built(**layout)
         assert patched.bounds(**built) is not None
@@ -236,7 +234,7 @@ def test_what_was_copied_or_cut_declines(patched: Gates, layout: dict[str, Any],
 
 @BUILT
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_was_written_to_is_noticed_on_the_device_however_it_was_written(
+def test_any_write_to_a_built_tensor_is_noticed_on_the_device(
     patched: Gates, layout: dict[str, Any], name: str, write: Write
 ) -> None:
     with graph_capture.rehearsal(), graph_capture.host_reads() as read:
@@ -329,8 +327,8 @@ def test_the_fused_loss_of_spring_declines_only_in_a_capture() -> None:
     undo()
 
 
-def test_a_fused_loss_that_begins_with_a_repair_is_asked_outside_of_a_capture_and_never_inside_one() -> None:
-    """Its body is not read. Whatever it repairs, it is run as it is, or declines, which callers take for the dense loss."""
+def test_a_fused_loss_with_a_repair_of_its_own_runs_outside_a_capture_and_declines_inside_one() -> None:
+    """No probe reads its body. It runs unchanged, or declines, and callers then compute the dense loss."""
     start = "    if lighting_indexer is None:\n"
     repair = f"    if needs_repair():\n        return repaired(q)\n{start}"
     text = text_of(DirectoryTree(SPRING), DSA.target.module).replace(start, repair)
@@ -349,7 +347,7 @@ def test_a_fused_loss_that_begins_with_a_repair_is_asked_outside_of_a_capture_an
     undo()
 
 
-def test_the_self_test_asks_the_fused_loss_by_name() -> None:
+def test_the_self_test_looks_up_the_fused_loss_in_its_module() -> None:
     text = text_of(DirectoryTree(SPRING), DSA.target.module).replace("_sparse_kl(q, k,", "_sparse_kl(q_indexer, k,")
     module = module_of(EditedTree(DirectoryTree(SPRING), DSA.target.module, text), DSA.target.module)
     undo = install(DSA, feature.SINGLE_FUSED, module)
@@ -363,10 +361,10 @@ def test_the_self_test_asks_the_fused_loss_by_name() -> None:
     undo()
 
 
-# A rehearsal is one thread's own
+# A rehearsal belongs to one thread
 
 
-def test_a_rehearsal_ends_although_another_threads_begins_inside_it_and_ends_later() -> None:
+def test_a_rehearsal_ends_while_one_of_another_thread_goes_on() -> None:
     begun, inside, ended = threading.Event(), threading.Event(), threading.Event()
     seen: dict[str, list[bool]] = {"first": [], "second": []}
 
@@ -441,11 +439,10 @@ torch.multiprocessing.start_processes(run, args=tuple(sys.argv[1:]), nprocs=2, s
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]) -> list[dict[str, Any]]:
-    """Return what the length check of 0.19.2 says on each of two gloo ranks."""
+    """Return the answers of the length check of 0.19.2 on each of two gloo ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = SUPPORT
     command = ["-W", "ignore", "-c", RANKS, str(folder), str(wheel("megatron-core", "0.19.2"))]
-    env = {"PATH": "", "PYTHONPATH": f"{root}:{ROOT}", "MEGACPP_OVERLAYS": "off", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"PATH": "", "PYTHONPATH": f"{SUPPORT}:{ROOT}", "MEGACPP_OVERLAYS": "off", "GLOO_SOCKET_IFNAME": "lo"}
     done = warm_python.run(command, env, after=MEGATRON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -472,7 +469,7 @@ def test_outside_a_capture_lengths_are_read_as_upstream_does(ranks: list[dict[st
         ("uneven", "DSA: sequence lengths differ across context-parallel ranks"),
     ],
 )
-def test_in_a_capture_they_are_compared_on_the_device(ranks: list[dict[str, Any]], case: str, said: str) -> None:
+def test_in_a_capture_lengths_are_compared_on_the_device(ranks: list[dict[str, Any]], case: str, said: str) -> None:
     for rank in ranks:
         assert rank[f"capturing, {case}"] == [said, False]
 
@@ -499,7 +496,7 @@ def test_without_a_group_the_check_is_upstreams_and_compiles(skv: int, wheel: Ca
 
 
 @pytest.mark.unmeasured
-def test_what_compiled_into_one_graph_still_does(patched: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gates_still_compile_into_one_graph(patched: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in patched.modules.values():
         for each in (module, vars(module).get("dsa_layout", module)):
             monkeypatch.setitem(sys.modules, each.__name__, each)  # the compiler looks it up
@@ -548,7 +545,7 @@ def test_the_witnesses_agree_and_the_self_tests_notice_the_seams(dsa_tree: Path)
         ("(starts, queries + 1, key_pos)", "(starts, queries, key_pos)"),
     ],
 )
-def test_a_builder_that_makes_something_else_is_seen_by_the_witness(old: str, new: str) -> None:
+def test_the_witness_rejects_a_builder_of_other_masks(old: str, new: str) -> None:
     tree = DirectoryTree(JUNE)
     text = text_of(tree, MASKING.target.module)
     assert text.count(old) == 1
@@ -558,7 +555,7 @@ def test_a_builder_that_makes_something_else_is_seen_by_the_witness(old: str, ne
     assert not MASKING.witness(module).broken
 
 
-def test_the_length_check_alone_answers_witness_and_self_test(wheel: Callable[[str, str], Path]) -> None:
+def test_a_module_with_the_length_check_alone_passes_witness_and_self_test(wheel: Callable[[str, str], Path]) -> None:
     module: ModuleType = module_of(ArchiveTree(wheel("megatron-core", "0.19.2")), DSA.target.module, feature.LENGTHS)
     assert DSA.witness is not None
     assert DSA.witness(module).broken

@@ -1,6 +1,6 @@
 """Balancing over the global batch with the overlay: a router learns the same on any number of data parallel ranks.
 
-Cases of pack 53 run on releases, in a process of its own for each; what they cannot show is asked of the newest one by `global_balances.py`.
+Cases of pack 53 run on releases, in a process of its own for each; `global_balances.py` runs everything else on the newest one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured)
 
 
-# What cases cannot show, on the newest release
+# On the newest release
 
 
 @pytest.fixture(scope="module")
 def balances(megatron_says: Callable[..., Any]) -> Any:
-    """What routers of the newest release learn with the overlay and without it; another repairs counts under a padding mask."""
+    """Results with the overlay and without it. `masked-aux-loss-tokens` is off, because it repairs counts under a padding mask."""
     alone = {**ALL_ON, DISABLE: "masked-aux-loss-tokens"}
     return megatron_says(newest(), SUPPORT / "global_balances.py", **alone)
 
@@ -57,7 +57,7 @@ def test_what_is_right_without_the_overlay_has_the_same_bits(name: str, balances
     assert balances["on"]["neighbours"][name] == without
 
 
-def test_what_is_logged_is_the_same(balances: Any) -> None:
+def test_logged_values_are_the_same(balances: Any) -> None:
     on, off = (balances[way]["two microbatches"]["0"][0] for way in ("on", "off"))
     logged = {name: each for name, each in off.items() if not name.endswith("gradient")}
 
@@ -66,8 +66,8 @@ def test_what_is_logged_is_the_same(balances: Any) -> None:
 
 
 @pytest.mark.parametrize("padding", ["0", "3"])
-def test_two_microbatches_teach_what_they_teach_one_rank(balances: Any, padding: str) -> None:
-    """Counts are averaged over the microbatches until then, and padding counts on no rank."""
+def test_two_microbatches_have_the_gradient_of_one_rank(balances: Any, padding: str) -> None:
+    """Counts are averaged over the microbatches so far, and padding counts on no rank."""
     found, alone = (each["rank 0, gradient"] for each in balances["on"]["two microbatches"][padding])
 
     assert found == pytest.approx(alone, rel=1e-4, abs=ROUNDING)
@@ -79,8 +79,7 @@ def test_a_padding_mask_and_a_loss_for_each_token_together_are_left_to_upstream(
     assert balances["on"][asked] == balances["off"][asked]
 
 
-def test_losses_of_other_kinds_beside_it_are_what_they_were(balances: Any) -> None:
-    """With both kinds the gradient is the sum of what each has alone."""
+def test_a_loss_of_another_kind_adds_its_own_gradient(balances: Any) -> None:
     kinds = balances["on"]["kinds"]
     both, one, other = (kinds[name]["rank 0, gradient"] for name in ("both", "of a microbatch", "of the batch"))
 

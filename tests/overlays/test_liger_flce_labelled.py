@@ -1,7 +1,7 @@
 """Pack 46 on real releases: the fused linear cross entropy of labelled tokens alone, each release in its own process.
 
 On the CPU the kernels run in the Triton interpreter, where upstream's take neither class weights nor softcaps; the tests
-marked `gpu` run the same cases natively, and upstream beside them.
+marked `gpu` run the same cases natively, with the overlay and without.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megacpp_overlays.overlays.liger_flce_labelled import OVERLAY
 ON = {"MEGACPP_OVERLAY_LIGER_FLCE_LABELLED": "on"}
 NEWEST = newest("liger-kernel")
 RELEASES = ("0.8.2", "0.8.3", NEWEST)
-"""0.8.4 differs from 0.8.3 in another file alone."""
+"""Without 0.8.4: it has the same kernel file as 0.8.3."""
 ONCE = [name for name, case in CASES.items() if case.use == "once" and case.runs_on(NEWEST)]
 FEW = ["plain", "masked", "all ignored", "bias", "token accuracy", "token scaling", "bfloat16", "frozen input"]
 SKIP, KEEP = {"masked": "skip"}, {"masked": "skip", "logits": "keep"}
@@ -37,14 +37,14 @@ MEASURED = NEWEST
 """The release whose runs count for coverage."""
 FLOAT32, HALF = 1e-5, 3e-2
 NEAR = 1.5
-"""How many times upstream's error ours may be, where both are of rounding."""
+"""Largest ratio of our error to upstream's, where both are rounding."""
 DECLINED = {
     ("every option", "mean"): "class weights and a z-loss",
     ("every option but token scaling", "mean"): "class weights and a z-loss",
     ("softcap, every option", "mean"): "class weights and a z-loss",
     **{("token accuracy and predicted tokens", each): "predicted tokens" for each in ("mean", "sum", "none")},
 }
-"""What upstream computes, with the overlay too."""
+"""Cases that upstream computes with the overlay, too."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ CasesOf = Callable[[str], list[str]]
 
 @pytest.fixture
 def cases_of(grid_size: str) -> Callable[[str], list[str]]:
-    """Return which cases a release is run with: all of them in the full tests, on the newest."""
+    """Return the cases of a release: all of them for the newest in the full tests."""
     return lambda version: ONCE if version == NEWEST and grid_size == "all" else FEW
 
 
@@ -79,7 +79,7 @@ def limit(name: str) -> float:
 
 
 def served(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield name, reduction and outcome of what the overlay computes."""
+    """Yield name, reduction and outcome of each case that the overlay computes."""
     for name, by_reduction in found["on"].items():
         for reduction, result in by_reduction.items():
             if (name, reduction) not in DECLINED:
@@ -87,7 +87,7 @@ def served(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def beside(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Yield name and reduction, and what ours and upstream came to, where upstream runs."""
+    """Yield name, reduction, our outcome and upstream's, where upstream runs."""
     for name, reduction, result in served(found):
         theirs = found["off"][name][reduction]
         if "raised" not in theirs:
@@ -106,7 +106,7 @@ def test_losses_and_gradients_are_right_for_every_reduction(report: Report, case
 
 
 @pytest.mark.parametrize("version", daily(*RELEASES))
-def test_outputs_are_of_upstream_s_kind_and_accuracies_and_z_losses_its_own(
+def test_outputs_have_upstream_s_types_and_accuracies_and_z_losses_its_values(
     report: Report, cases_of: CasesOf, version: str
 ) -> None:
     compared = 0
@@ -131,7 +131,7 @@ def test_tokens_without_a_label_are_not_multiplied(report: Report, cases_of: Cas
 
 
 @pytest.mark.full
-def test_what_is_declined_is_upstream_s_to_the_last_bit_or_error(report: Report) -> None:
+def test_declined_cases_have_upstream_s_bits_or_errors(report: Report) -> None:
     found = report(NEWEST, ONCE)
 
     for name, reduction in DECLINED:
@@ -139,14 +139,14 @@ def test_what_is_declined_is_upstream_s_to_the_last_bit_or_error(report: Report)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_an_output_layer_that_learns_alone_gets_a_gradient(report: Report, cases_of: CasesOf, reduction: str) -> None:
+def test_an_output_layer_over_a_frozen_input_gets_a_gradient(report: Report, cases_of: CasesOf, reduction: str) -> None:
     found = report(NEWEST, cases_of(NEWEST))
 
     assert found["on"]["frozen input"][reduction]["errors"]["weight"] < FLOAT32
     assert found["off"]["frozen input"][reduction]["errors"]["weight"] == 1.0  # none
 
 
-def test_kept_logits_give_the_same(releases: Releases, run_python: Callable[..., Any]) -> None:
+def test_results_are_right_with_kept_logits(releases: Releases, run_python: Callable[..., Any]) -> None:
     found = releases.report(run_python, NEWEST, ["plain", "masked", "bias"], memory=KEEP, **ON)
 
     for name, reduction, result in served(found):
@@ -160,10 +160,10 @@ def test_older_releases_are_a_conflict_that_says_so(report: Report) -> None:
     assert "use liger-kernel 0.8.2 or newer" in found["reason"]
 
 
-def test_gradients_of_a_mean_and_a_sum_are_those_of_the_forward_pass_and_inference_tensors_are_constants(
+def test_mean_and_sum_save_gradients_in_the_forward_pass_and_inference_tensors_get_none(
     releases: Releases, run_python: Callable[..., Any]
 ) -> None:
-    """Nothing that is written between the passes reaches them, as with upstream's own."""
+    """A write between the passes does not change them, as with upstream's own."""
     code = """
 import megacpp_overlays
 import torch
@@ -224,13 +224,13 @@ def asked(  # type: ignore[no-untyped-def]
     weight_requires_grad=None,
     chunk_mem_const=1,
 ):
-    """Stand for the newest release's function, of which only the parameters count here."""
-    raise AssertionError("upstream is asked")
+    """Stand for the newest release's function: only its parameters matter here."""
+    raise AssertionError("upstream is called")
 
 
 @pytest.fixture
 def module() -> ModuleType:
-    """A module that is called as Liger's is."""
+    """A module with the name and the names of Liger's."""
     found = ModuleType(TARGET.module)
     vars(found).update({CORE_FORWARD: asked, TARGET.symbol: type(TARGET.symbol, (), {"__module__": TARGET.module})})
     asked.__module__, asked.__qualname__ = TARGET.module, CORE_FORWARD
@@ -258,7 +258,7 @@ def test_a_function_that_others_export_is_not_ours_to_replace(
     assert (seen.broken, seen.seen) == (False, "liger_kernel.ops exports the one of vendor")
 
 
-def test_devices_that_nobody_measured_keep_upstream_s_own_and_the_log_says_so_once(
+def test_unmeasured_devices_keep_upstream_s_function_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(measured, "_said", set())
@@ -280,7 +280,7 @@ def test_devices_that_nobody_measured_keep_upstream_s_own_and_the_log_says_so_on
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", ["0.8.2", NEWEST])
 @pytest.mark.parametrize("memory", [SKIP, {"masked": "compute", "block_classes": 128}], ids=["skip", "compute"])
-def test_on_a_gpu_errors_are_upstream_s(
+def test_on_a_gpu_errors_are_as_small_as_upstream_s(
     releases: Releases, run_python: Callable[..., Any], version: str, memory: dict[str, Any]
 ) -> None:
     found = releases.report(run_python, version, ONCE, device="cuda", scale=48, memory=memory, **ON)

@@ -1,6 +1,6 @@
-"""Inductor's reductions of two orders with the overlay: none is fused whose second result has its place in another tensor.
+"""Inductor's mixed-order reductions with the overlay: none is fused if its second result is part of another tensor.
 
-The case of pack 62 needs a GPU. Here the functions that decide about fusions are asked, and those that make keys of caches.
+The case of pack 62 needs a GPU. These tests call the functions that decide about fusions and make cache keys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ pytestmark = pytest.mark.upstream
 
 FUSION, KEY = PARTS
 
-
 module = stock(TARGET.module)
 
 
 @pytest.fixture
 def repaired(module: ModuleType) -> Iterator[ModuleType]:
-    """The same with the seams."""
+    """The module with the seams."""
     with placed(FUSION, BOUND_ANEW, module):
         yield module
 
@@ -36,7 +35,7 @@ def test_the_self_tests_see_the_defect_and_its_absence(module: ModuleType) -> No
 
 
 def reduction(*written: Any, contiguous: bool = False, second_half: Sequence[Any] = ()) -> Any:
-    """Return a reduction that writes buffers, and hands the first on to another reduction if it is split."""
+    """Return a reduction that writes buffers of these layouts; with a second half it is split in two."""
     users = [SimpleNamespace(node=reduction(*second_half))] if second_half else []
     users.append(SimpleNamespace(node=SimpleNamespace(get_name=lambda: "OUTPUT")))
     made = SimpleNamespace(is_reduction=lambda: True, is_contiguous=contiguous, get_name=lambda: "op0")
@@ -46,11 +45,11 @@ def reduction(*written: Any, contiguous: bool = False, second_half: Sequence[Any
 
 
 def pointwise() -> Any:
-    """Return a node that reduces nothing; whatever else is asked of it is an error."""
+    """Return a node that is no reduction; any other attribute is an error."""
     return SimpleNamespace(is_reduction=lambda: False)
 
 
-def is_asked(module: ModuleType, monkeypatch: pytest.MonkeyPatch, first: Any, second: Any) -> bool:
+def upstream_decides(module: ModuleType, monkeypatch: pytest.MonkeyPatch, first: Any, second: Any) -> bool:
     """Return whether upstream decides about the fusion of two nodes."""
     cls, seen = getattr(module, CLASS), []
     monkeypatch.setattr(cls, "is_contiguous_node", classmethod(lambda _, node: node.is_contiguous))
@@ -81,7 +80,7 @@ def test_a_second_result_that_is_a_part_is_not_fused(
         (reduction(whole, second_half=(whole,)), True),
     ):
         pair = (columns, rows) if swapped else (rows, columns)
-        assert is_asked(repaired, monkeypatch, *pair) == expected
+        assert upstream_decides(repaired, monkeypatch, *pair) == expected
 
 
 def test_a_first_result_that_is_a_part_is_written_where_it_is(
@@ -89,8 +88,8 @@ def test_a_first_result_that_is_a_part_is_written_where_it_is(
 ) -> None:
     part, whole = (object.__new__(getattr(repaired.ir, name)) for name in ("NonOwningLayout", "FixedLayout"))
 
-    assert is_asked(repaired, monkeypatch, reduction(part, contiguous=True), reduction(whole))
-    assert is_asked(repaired, monkeypatch, pointwise(), reduction(whole))
+    assert upstream_decides(repaired, monkeypatch, reduction(part, contiguous=True), reduction(whole))
+    assert upstream_decides(repaired, monkeypatch, pointwise(), reduction(whole))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megacpp_overlays.processes.differences import Difference, StatementGroup
 from megacpp_overlays.variables import LINEAR_CE_LOGITS
 
 
-def decided(**changes: Any) -> dict[str, Any]:
+def decision(**changes: Any) -> dict[str, Any]:
     return {
         "id": "scale-pad",
         "target": "upstream.ops.Scale.forward",
@@ -34,7 +34,7 @@ def decided(**changes: Any) -> dict[str, Any]:
     }
 
 
-def stated(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def statement_of(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "schema": 1,
         "version": "0.1.0",
@@ -45,7 +45,7 @@ def stated(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "versions": {"torch": "2.11.0", "triton": "3.6.0"},
         "settings": {LOGITS: "recompute"},
         "off": [],
-        "decisions": list(decisions or [decided()]),
+        "decisions": list(decisions or [decision()]),
         **changes,
     }
 
@@ -60,13 +60,13 @@ def found(*statements: dict[str, Any]) -> list[tuple[str, str, tuple[tuple[str, 
 
 
 def test_equal_statements_differ_in_nothing() -> None:
-    assert found(stated(), stated(decided(reason="other words"))) == []
+    assert found(statement_of(), statement_of(decision(reason="other words"))) == []
 
 
 def test_another_version_explains_all_that_follows_from_it() -> None:
-    other = decided(version="2.0", source_sha256="c" * 64, verdict="FIXED", shape=None, decision="retired", seams=[])
+    other = decision(version="2.0", source_sha256="c" * 64, verdict="FIXED", shape=None, decision="retired", seams=[])
 
-    assert found(stated(), stated(other)) == [("scale-pad", "version", (("1.0", (0,)), ("2.0", (1,))))]
+    assert found(statement_of(), statement_of(other)) == [("scale-pad", "version", (("1.0", (0,)), ("2.0", (1,))))]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_another_version_explains_all_that_follows_from_it() -> None:
         ({"seams": []}, "seams"),
     ],
 )
-def test_of_one_overlay_the_cause_is_told_and_not_what_follows(changes: dict[str, Any], field: str) -> None:
-    assert [(subject, told) for subject, told, _ in found(stated(), stated(decided(**changes)))] == [
+def test_for_one_overlay_only_the_first_cause_is_reported(changes: dict[str, Any], field: str) -> None:
+    assert [(subject, name) for subject, name, _ in found(statement_of(), statement_of(decision(**changes)))] == [
         ("scale-pad", field)
     ]
 
@@ -97,10 +97,10 @@ def test_of_one_overlay_the_cause_is_told_and_not_what_follows(changes: dict[str
         ({"python": "3.11.9"}, "python"),
     ],
 )
-def test_what_concerns_the_package_explains_its_decisions(changes: dict[str, Any], field: str) -> None:
-    off = decided(decision="disabled", seams=[]) if field != "python" else decided()
+def test_a_difference_of_the_package_explains_those_of_its_decisions(changes: dict[str, Any], field: str) -> None:
+    off = decision(decision="disabled", seams=[]) if field != "python" else decision()
 
-    assert [(subject, told) for subject, told, _ in found(stated(), stated(off, **changes))] == [
+    assert [(subject, name) for subject, name, _ in found(statement_of(), statement_of(off, **changes))] == [
         ("megacpp_overlays", field)
     ]
 
@@ -109,24 +109,24 @@ def test_what_concerns_the_package_explains_its_decisions(changes: dict[str, Any
     ("other", "subject", "field", "values", "advice"),
     [
         (
-            stated(kernels_sha256="f" * 64),
+            statement_of(kernels_sha256="f" * 64),
             *("megacpp_overlays", "kernels_sha256", ("c" * 64, "f" * 64), "the kernels are not the same"),
         ),
         (
-            stated(decided(decision="disabled", seams=[]), off=["scale-pad"]),
+            statement_of(decision(decision="disabled", seams=[]), off=["scale-pad"]),
             *("scale-pad", "switch", ("auto", "off"), "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere"),
         ),
         (
-            stated(settings={LOGITS: "keep"}),
+            statement_of(settings={LOGITS: "keep"}),
             *("megacpp_overlays", LOGITS, ("recompute", "keep"), f"set {LOGITS} the same everywhere, or nowhere"),
         ),
     ],
     ids=["other kernels under the same loader", "a switch", "a setting of a kernel"],
 )
-def test_a_difference_has_its_values_with_their_holders_and_says_what_to_do(
+def test_a_difference_has_values_with_holders_and_advice(
     other: dict[str, Any], subject: str, field: str, values: tuple[str, str], advice: str
 ) -> None:
-    (difference,) = differences.find([StatementGroup(stated(), (0, 1)), StatementGroup(other, (2,))])
+    (difference,) = differences.find([StatementGroup(statement_of(), (0, 1)), StatementGroup(other, (2,))])
 
     assert (difference.subject, difference.field) == (subject, field)
     assert difference.values == ((values[0], (0, 1)), (values[1], (2,)))
@@ -134,75 +134,79 @@ def test_a_difference_has_its_values_with_their_holders_and_says_what_to_do(
 
 
 @pytest.mark.parametrize("changes", [{"version": "0.2.0"}, {"package_sha256": "e" * 64}], ids=["version", "files"])
-def test_another_package_explains_that_it_knows_other_settings(changes: dict[str, str]) -> None:
-    told = found(stated(), stated(settings={LOGITS: "recompute", "MEGACPP_LINEAR_CE_NEW": "1"}, **changes))
+def test_a_difference_of_the_package_explains_unknown_settings(changes: dict[str, str]) -> None:
+    differing = found(
+        statement_of(), statement_of(settings={LOGITS: "recompute", "MEGACPP_LINEAR_CE_NEW": "1"}, **changes)
+    )
 
-    assert [field for _, field, _ in told] == list(changes)
+    assert [field for _, field, _ in differing] == list(changes)
 
 
-def test_an_overlay_that_only_one_process_has_is_told_as_such() -> None:
-    assert found(stated(), stated(decided(), decided(id="other"))) == [
+def test_an_overlay_that_only_one_process_declares_is_reported() -> None:
+    assert found(statement_of(), statement_of(decision(), decision(id="other"))) == [
         ("other", "declared", (("declared", (1,)), ("not declared", (0,))))
     ]
 
 
-def test_torch_is_compared_although_no_overlay_is_about_it() -> None:
-    assert found(stated(), stated(versions={"torch": "2.10.0", "triton": "3.6.0"})) == [
+def test_torch_versions_are_compared() -> None:
+    assert found(statement_of(), statement_of(versions={"torch": "2.10.0", "triton": "3.6.0"})) == [
         ("torch", "version", (("2.10.0", (1,)), ("2.11.0", (0,))))
     ]
 
 
-def test_independent_causes_are_told_together() -> None:
-    newer = decided(version="2.0", verdict="FIXED", shape=None, decision="retired", seams=[])
-    off = decided(decision="disabled", seams=[])
+def test_independent_causes_are_reported_together() -> None:
+    newer = decision(version="2.0", verdict="FIXED", shape=None, decision="retired", seams=[])
+    off = decision(decision="disabled", seams=[])
 
-    told = found(stated(), stated(newer), stated(off, off=["scale-pad"]), stated(decided(**ARMED)))
+    differing = found(
+        statement_of(), statement_of(newer), statement_of(off, off=["scale-pad"]), statement_of(decision(**ARMED))
+    )
 
-    assert [field for _, field, _ in told] == ["switch", "version", "decision"]
+    assert [field for _, field, _ in differing] == ["switch", "version", "decision"]
 
 
-def test_one_wording_of_a_reason_stands_for_all() -> None:
-    armed = decided(**ARMED)
-    told = found(stated(decided(reason="one")), stated(decided(reason="other")), stated(armed))
+def test_differences_of_reasons_alone_are_one_value() -> None:
+    armed = decision(**ARMED)
+    differing = found(statement_of(decision(reason="one")), statement_of(decision(reason="other")), statement_of(armed))
 
-    assert told == [
+    assert differing == [
         ("scale-pad", "decision", (("active (one)", (0, 1)), ("armed (waits for the import)", (2,)))),
     ]
 
 
 def test_the_value_with_the_most_holders_comes_first() -> None:
-    newer = stated(decided(version="2.0"))
+    newer = statement_of(decision(version="2.0"))
 
-    (difference,) = differences.find([StatementGroup(stated(), ("a",)), StatementGroup(newer, ("b", "c"))])
+    (difference,) = differences.find([StatementGroup(statement_of(), ("a",)), StatementGroup(newer, ("b", "c"))])
 
     assert difference.values == (("2.0", ("b", "c")), ("1.0", ("a",)))
 
 
-def test_a_switch_of_an_overlay_that_nobody_decided_about_is_told() -> None:
-    said = [stated(off=[], decisions=[]), stated(off=["scale-pad"], decisions=[])]
+def test_a_switch_of_an_overlay_without_a_decision_is_reported() -> None:
+    statements = [statement_of(off=[], decisions=[]), statement_of(off=["scale-pad"], decisions=[])]
 
-    (told,) = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(said)])
+    (difference,) = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(statements)])
 
-    assert (told.subject, told.field) == ("scale-pad", "switch")
-    assert told.values == (("auto", (0,)), ("off", (1,)))
-    assert told.advice == "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere, or nowhere"
+    assert (difference.subject, difference.field) == ("scale-pad", "switch")
+    assert difference.values == (("auto", (0,)), ("off", (1,)))
+    assert difference.advice == "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere, or nowhere"
 
 
-def test_a_process_that_does_not_know_an_overlay_is_not_taken_for_one_without_a_verdict() -> None:
-    said = [
-        stated(decisions=[decided(verdict="BROKEN")]),
-        stated(decisions=[]),
-        stated(decisions=[decided(verdict="-")]),
+def test_an_undeclared_overlay_differs_from_one_without_a_verdict() -> None:
+    statements = [
+        statement_of(decisions=[decision(verdict="BROKEN")]),
+        statement_of(decisions=[]),
+        statement_of(decisions=[decision(verdict="-")]),
     ]
 
-    found = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(said)])
+    differing = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(statements)])
 
-    (verdict,) = (each for each in found if each.field == "verdict")
+    (verdict,) = (each for each in differing if each.field == "verdict")
     assert verdict.values == (("-", (2,)), ("BROKEN", (0,)), ("not declared", (1,)))
 
 
 @given(st.data())
-def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.DataObject) -> None:
+def test_statements_with_unequal_digests_always_have_a_difference(data: st.DataObject) -> None:
     hashes = st.sampled_from(["a" * 64, "c" * 64])
     decisions = st.fixed_dictionaries(
         {},
@@ -227,21 +231,21 @@ def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.
             "versions": st.sampled_from([{"torch": "2.11.0"}, {"torch": "2.10.0"}, {}]),
             "settings": st.sampled_from([{LOGITS: "recompute"}, {LOGITS: "keep"}, {}]),
             "off": st.sampled_from([[], ["scale-pad"]]),
-            "decisions": st.lists(decisions.map(lambda changes: decided(**changes)), max_size=1),
+            "decisions": st.lists(decisions.map(lambda changes: decision(**changes)), max_size=1),
         },
     )
-    said = [stated(**data.draw(wholes)) for _ in range(data.draw(st.integers(1, 4)))]
-    digests = {statement.digest(each) for each in said}
+    statements = [statement_of(**data.draw(wholes)) for _ in range(data.draw(st.integers(1, 4)))]
+    digests = {statement.digest(each) for each in statements}
 
-    told = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(said)])
+    differing = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(statements)])
 
-    assert bool(told) == (len(digests) > 1)
-    for each in told:
-        assert sorted(holder for _, who in each.values for holder in who) == list(range(len(said)))
+    assert bool(differing) == (len(digests) > 1)
+    for each in differing:
+        assert sorted(holder for _, who in each.values for holder in who) == list(range(len(statements)))
         assert len({value for value, _ in each.values}) == len(each.values) > 1
 
 
-# For people.
+# Tables and ranges
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ def test_ranks_are_written_as_ranges(numbers: Sequence[int], text: str) -> None:
     assert differences.ranges(numbers) == text
 
 
-def test_a_list_of_ranks_that_is_too_long_says_how_many_there_are() -> None:
+def test_a_long_list_of_ranks_is_cut_and_counted() -> None:
     text = differences.who(range(0, 16_384, 2))
 
     assert text.startswith("0, 2, 4, ")
@@ -260,13 +264,13 @@ def test_a_list_of_ranks_that_is_too_long_says_how_many_there_are() -> None:
     assert len(text) < 70
 
 
-def test_the_table_is_aligned_and_shortens_what_nobody_reads() -> None:
-    told = [
+def test_the_table_is_aligned_and_shortens_hashes() -> None:
+    differing = [
         Difference("scale-pad", "source_sha256", (("a" * 64, (0, 1)), ("c" * 64, (7,))), "reinstall"),
         Difference("megacpp_overlays", "mode", (("auto", (0, 1)), ("off", (7,))), "give every process the same"),
     ]
 
-    assert differences.table(told).splitlines() == [
+    assert differences.table(differing).splitlines() == [
         "what              differs in     value                ranks",
         "----------------  -------------  -------------------  -----",
         "scale-pad         source_sha256  aaaaaaaaaaaaaaaa...  0-1",
@@ -274,27 +278,27 @@ def test_the_table_is_aligned_and_shortens_what_nobody_reads() -> None:
         "megacpp_overlays  mode           auto                 0-1",
         "                                 off                  7",
     ]
-    assert differences.advice(told) == ["scale-pad: reinstall", "megacpp_overlays: give every process the same"]
+    assert differences.advice(differing) == ["scale-pad: reinstall", "megacpp_overlays: give every process the same"]
 
 
 def test_overlays_with_one_cause_share_a_row() -> None:
-    told = [
+    differing = [
         Difference(each, "version", (("1.0", (0,)), ("2.0", (1,))), "install the same upstream everywhere")
         for each in ("one", "two", "three", "one")
     ]
 
-    assert differences.table(told, "processes").splitlines()[2:] == [
+    assert differences.table(differing, "processes").splitlines()[2:] == [
         "one    version     1.0    0",
         "two                2.0    1",
         "three",
     ]
-    assert differences.advice(told) == ["one and 2 more: install the same upstream everywhere"]
+    assert differences.advice(differing) == ["one and 2 more: install the same upstream everywhere"]
 
 
 def test_a_long_value_is_wrapped_beside_its_holders() -> None:
-    told = [Difference("scale-pad", "decision", (("word " * 30, (0,)), ("armed", (1,))), "look")]
+    differing = [Difference("scale-pad", "decision", (("word " * 30, (0,)), ("armed", (1,))), "look")]
 
-    lines = differences.table(told).splitlines()[2:]
+    lines = differences.table(differing).splitlines()[2:]
 
     assert len(lines) == 4
     assert max(map(len, lines)) < 100

@@ -1,4 +1,4 @@
-"""A fingerprint changes with meaning and with nothing else."""
+"""Fingerprints of code: they change with its meaning, and with nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def scale(x, factor=2, *, out=None):
 '''
 
 
-def of(text: str) -> str:
+def fingerprint_of(text: str) -> str:
     return fingerprint(ast.parse(text).body)
 
 
@@ -34,16 +34,16 @@ def of(text: str) -> str:
     ],
     ids=["docstring", "no docstring", "comment", "layout", "position"],
 )
-def test_what_has_no_meaning_does_not_count(edited: str) -> None:
+def test_docstrings_comments_layout_and_position_do_not_count(edited: str) -> None:
     assert edited != TEXT
-    assert of(edited) == of(TEXT)
+    assert fingerprint_of(edited) == fingerprint_of(TEXT)
 
 
 @pytest.mark.parametrize("text", ['"""Other words."""\n    ', ""], ids=["other words", "no words"])
 def test_the_words_of_a_class_and_of_its_methods_do_not_count(text: str) -> None:
-    of_class = 'class Layer:\n    {}size = 1\n\n    def scale(self):\n        """Scale it."""\n        return 2\n'
+    template = 'class Layer:\n    {}size = 1\n\n    def scale(self):\n        """Scale it."""\n        return 2\n'
 
-    assert of(of_class.format(text)) == of(of_class.format('"""Scales."""\n    '))
+    assert fingerprint_of(template.format(text)) == fingerprint_of(template.format('"""Scales."""\n    '))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_words_of_a_class_and_of_its_methods_do_not_count(text: str) -> None
     ids=["decorator", "default", "kind", "condition", "order", "statement", "more", "type of a number"],
 )
 def test_every_edit_of_meaning_counts(edited: str) -> None:
-    assert of(edited) != of(TEXT)
+    assert fingerprint_of(edited) != fingerprint_of(TEXT)
 
 
 NESTED = """
@@ -83,12 +83,12 @@ def test_no_statement_may_be_missing_or_doubled() -> None:
 
     assert len(edits) == 2 * 8
     for what, edited in edits:
-        assert of(edited) != of(NESTED), what
+        assert fingerprint_of(edited) != fingerprint_of(NESTED), what
 
 
-def test_text_that_is_not_a_docstring_counts() -> None:
-    assert of("x = 1\n'text'\n") != of("x = 1\n'other'\n")
+def test_a_string_that_is_no_docstring_counts() -> None:
+    assert fingerprint_of("x = 1\n'text'\n") != fingerprint_of("x = 1\n'other'\n")
 
 
-def test_nothing_has_a_fingerprint_too() -> None:
-    assert fingerprint(None) != of(TEXT)
+def test_a_missing_definition_has_a_fingerprint_of_its_own() -> None:
+    assert fingerprint(None) != fingerprint_of(TEXT)

@@ -1,8 +1,8 @@
-"""Interrupt the loader at every line, and say what is then not true.
+"""Fault injection: interrupt the loader at each of its lines, and print every wrong state that results.
 
-Run as a program with the name of an error, it raises that at every line that a scenario executes and none before it did, and
-at every third of the others; with `--few` at a sixteenth of these, chosen by where they stand; with `--all` at each line in each
-scenario, the first and the last time. A process of its own, because the loader walks over the heap, which is small here.
+The program takes the name of an error. It raises that at each line that no earlier scenario executed, and at every third of the
+others; with `--few` at every sixteenth of these; with `--all` at each line in each scenario, the first and the last time. It needs
+a process of its own, because the loader walks over the heap, which is small here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Place = tuple[CodeType, int]
 
 
 class Injector:
-    """Counts how often each line of the loader is executed, and raises an error before one of them is."""
+    """Trace function that counts executions of each line of the loader, and raises an error before one of them."""
 
     def __init__(self, error: type[BaseException] = Exception, place: Place | None = None, turn: int = 0) -> None:
         self.error, self.place, self.turn = error, place, turn
@@ -64,7 +64,7 @@ class Injector:
 
 
 class World:
-    """A made-up upstream with a seam in a function and one in a class, a module that borrows, and a session."""
+    """A made-up upstream with seams in a function and in a class, a module with an alias, and a session."""
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
@@ -79,7 +79,7 @@ class World:
         self.upstream.load("user")
 
     def live(self) -> set[str]:
-        """Return which code each name leads to."""
+        """Return the kinds of code that the names lead to: `seam`, `original` or both."""
         layers, user = (sys.modules.get(f"{NAME}.{name}") for name in ("layers", "user"))
         found = set()
         if layers is not None and hasattr(layers, "Layer"):
@@ -103,7 +103,7 @@ def _overlay(upstream: Upstream) -> Overlay:
     )
 
 
-# What is interrupted. Each scenario prepares a world and returns what to do in it, and the decision that this leads to.
+# Scenarios. Each prepares a world, and returns the work to interrupt and the decision that the work leads to.
 
 
 def arming_late(world: World) -> tuple[Callable[[], Any], Decision]:
@@ -120,11 +120,11 @@ def arming_and_importing(world: World) -> tuple[Callable[[], Any], Decision]:
     return work, Decision.ACTIVE
 
 
-def importing_what_nobody_declared_yet(world: World) -> tuple[Callable[[], Any], Decision]:
-    """The first import of a target loads the declarations."""
+def importing_before_declarations_are_loaded(world: World) -> tuple[Callable[[], Any], Decision]:
+    """The first import of the target loads the declarations."""
     overlay = _overlay(world.upstream)
     registry.load = lambda _=(): registry.check([("made up", overlay)])
-    world.session = Session(Waiting([overlay]), SILENT)
+    world.session = Session(ListedDeclarations([overlay]), SILENT)
 
     def work() -> None:
         world.session.arm()
@@ -133,8 +133,8 @@ def importing_what_nobody_declared_yet(world: World) -> tuple[Callable[[], Any],
     return work, Decision.ACTIVE
 
 
-class Waiting(Declarations):
-    """Declarations of which only the list is there."""
+class ListedDeclarations(Declarations):
+    """Declarations that are listed and not loaded yet."""
 
     def __init__(self, errata: Sequence[Erratum]) -> None:
         self.listed, self.are_loaded = declarations.listed(errata), False
@@ -169,7 +169,7 @@ def reloading(world: World) -> tuple[Callable[[], Any], Decision]:
 SCENARIOS = {
     each.__name__: each
     for each in (
-        *(arming_late, arming_and_importing, importing_what_nobody_declared_yet),
+        *(arming_late, arming_and_importing, importing_before_declarations_are_loaded),
         *(undoing, undoing_with_a_later_name, arming_again, reloading),
     )
 }
@@ -179,14 +179,14 @@ Scenario = Callable[["World"], tuple[Callable[[], Any], Decision]]
 
 
 def points(upstream: Upstream, scenario: Scenario, done: set[Place] | None, share: int = 1) -> list[tuple[Place, int]]:
-    """Return the lines of a scenario at which to raise, and the how many-th time that it comes there.
+    """Return the lines of a scenario at which to raise, each with the number of the execution.
 
     Args:
-        upstream: what it is about.
-        scenario: what is done to it.
-        done: lines of earlier scenarios, of which one in three is enough, and to which these are added; None is every line
+        upstream: the made-up package.
+        scenario: the scenario to run.
+        done: lines of earlier scenarios; one in three of them is chosen, and the new ones are added. None chooses every line,
             the first and the last time.
-        share: of how many lines one is taken.
+        share: one of so many chosen lines is returned.
     """
     world, injector = World(upstream), Injector()
     work, _ = scenario(world)
@@ -210,7 +210,7 @@ def _run(work: Callable[[], Any], injector: Injector) -> None:
 def problems(
     upstream: Upstream, scenario: Scenario, error: type[BaseException], where: list[tuple[Place, int]]
 ) -> Iterator[str]:
-    """Interrupt a scenario at each of some lines; yield what is not as it should be afterwards."""
+    """Interrupt a scenario at each of some lines; yield a message for each wrong state."""
     for place, turn in where:
         world = World(upstream)
         work, wanted = scenario(world)
@@ -222,13 +222,13 @@ def problems(
 
 
 def _problems(world: World, work: Callable[[], Any], wanted: Decision) -> Iterator[str]:
-    yield from _untrue(world, "after it")
+    yield from _wrong_states(world, "after it")
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+    except Exception as error:  # noqa: BLE001 - any error is reported
         yield f"cannot be repeated: {type(error).__name__}: {error}"
         return
-    decision = yield from _untrue(world, "when repeated")
+    decision = yield from _wrong_states(world, "when repeated")
     if decision is not wanted:
         yield f"repeated it is {decision}: {world.session.audit().records[0].reason}"
     thread = threading.Thread(target=world.session.undo, daemon=True)
@@ -237,14 +237,14 @@ def _problems(world: World, work: Callable[[], Any], wanted: Decision) -> Iterat
     if thread.is_alive():
         yield "another thread waits for ever"
         return
-    decision = yield from _untrue(world, "when undone")
+    decision = yield from _wrong_states(world, "when undone")
     if "seam" in world.live():
         yield f"a seam stays in: {decision}"
 
 
-def _untrue(world: World, when: str) -> Iterator[str]:
+def _wrong_states(world: World, when: str) -> Iterator[str]:
     if not (records := world.session.audit().records):
-        return None  # nothing is known before it was armed
+        return None  # not armed yet
     (record,) = records
     live = world.live()
     if record.decision is Decision.ACTIVE and "original" in live:
@@ -255,7 +255,7 @@ def _untrue(world: World, when: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Interrupt what was asked for."""
+    """Interrupt the scenarios that were asked for, or all."""
     error, *words = sys.argv[1:]
     names = [word for word in words if word in SCENARIOS] or list(SCENARIOS)
     folder = tempfile.mkdtemp()
@@ -265,8 +265,8 @@ def main() -> None:
     upstream.write("from .layers import double as twice\n", module="user")
     logging.getLogger("megacpp_overlays").addHandler(logging.NullHandler())
     World(upstream).session.arm()  # imports what arming imports
-    # The loader walks over the heap and over all modules. What is there now knows nothing of upstream, and is left out: it
-    # is nine tenths of the time. A heap that is frozen would be refused.
+    # The loader walks over the heap and over all modules, which is nine tenths of the time. Objects and modules that are
+    # there now have no reference to upstream and are left out. The loader would refuse a frozen heap, so none is reported.
     gc.collect()
     gc.freeze()
     gc.get_freeze_count = lambda: 0
