@@ -272,7 +272,10 @@ def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
     for each in threads:
         each.join(HANG_S)
     assert has_waited
-    assert the_record(current).decision is Decision.DISABLED
+    assert the_record(current).decision in {
+        Decision.DISABLED,
+        Decision.CONFLICT,
+    }  # whether it began to wait before the audit was done
     assert layers.double(1) == 3
 
 
