@@ -1,9 +1,12 @@
-"""Run Megatron's fused linear cross entropy on the CPU: upstream's own functions, with the portable entry below them.
+"""CPU run of Megatron's fused linear cross entropy, with the portable entry below it: a self-test of overlays.
 
-What upstream's autograd function and what calls it do with the numbers of an entry is a part of the contract: who divides,
-and by what. So they are run as they are loaded, down to the entry, which computes in plain PyTorch on CPU tensors. They run
-with other globals: nothing that other threads can see is touched, and no device is asked. Autograd itself is not used:
-its first backward pass starts a thread for each GPU, which a process that forks later must not have.
+An entry has the forward and backward pass of a platform; see `entry`. Upstream's functions around it do arithmetic of
+their own, such as the division by the number of tokens for a "mean". The run executes these functions as they are loaded,
+and compares losses and gradients with a float64 reference.
+
+The run changes no global state. It executes copies of upstream's functions with other globals, so the upstream module
+stays as it is and no GPU is used. It calls `forward` and `backward` of the autograd function without autograd, whose first
+backward pass starts a thread for each GPU: a process with such threads must not fork.
 """
 
 from __future__ import annotations
@@ -16,32 +19,24 @@ from typing import Any
 import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy import entry
-from megacpp_overlays.kernels.linear_cross_entropy.reference import token_losses
+from megacpp_overlays.kernels.linear_cross_entropy.rehearsal_reference import IGNORE_INDEX, Results, batch, expected
 
 PUBLIC = "linear_cross_entropy"
-"""Name of the function that upstream's callers use."""
-_IGNORED = -7
-"""Not what upstream takes by default, so that nobody passes by saying nothing."""
+"""Name of upstream's public function."""
 _REDUCTIONS = ("none", "sum", "mean")
-
-
-class _Context(SimpleNamespace):
-    """Stands for the object in which an autograd function leaves what its backward pass needs."""
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors, as `saved_tensors`."""
-        self.saved_tensors = tensors
+_RESULTS = ("the loss", "the gradient of the hidden states", "the gradient of the weight")
+"""Names of the fields of `Results`, for messages."""
 
 
 class Rehearsal:
-    """A run of upstream's function on the CPU, forward and backward.
+    """A run of upstream's public function, forward and backward, on CPU tensors.
 
     Args:
-        public: what stands under the name `PUBLIC`.
-        getter: name of the function that gives the platform, in the module of the autograd function.
+        public: the object that upstream has under the name `PUBLIC`.
+        getter: name of the function that returns the platform, in the module of the autograd function.
         function: name of the autograd function, in the module of `public`.
         forward: an entry's forward pass; see `entry`.
-        backward: its backward pass.
+        backward: an entry's backward pass.
     """
 
     def __init__(
@@ -53,61 +48,59 @@ class Rehearsal:
         forward: Callable[..., Any] = entry.forward_on_any_device,
         backward: Callable[..., Any] = entry.backward_on_any_device,
     ) -> None:
+        autograd_function = public.__globals__[function]
         platform = SimpleNamespace(forward_func=forward, backward_func=backward)
-        upstreams = public.__globals__[function]
-        given = {getter: lambda: platform, "torch": _torch_without_profiler()}
-        self._forward, self._backward = (_with(getattr(upstreams, way), given) for way in ("forward", "backward"))
-        self.loss = _with(public, {function: SimpleNamespace(apply=self._apply)})
-        """As `public`, of CPU tensors."""
+        names = {getter: lambda: platform, "torch": _torch_without_nvtx()}
+        self._forward = _with_globals(autograd_function.forward, names)
+        self._backward = _with_globals(autograd_function.backward, names)
         self._context = _Context()
-
-    def _apply(self, *given: Any) -> Any:
-        self._context = _Context()
-        return self._forward(self._context, *given)
+        self.loss = _with_globals(public, {function: SimpleNamespace(apply=self._apply)})
+        """Callable with the signature of `public`."""
 
     def gradients(self, arriving: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of hidden states and weight, for one that arrives at the last loss."""
+        """Return the gradients of hidden states and weight, in their shapes and dtypes, from the last call of `loss`.
+
+        Args:
+            arriving: gradient of that loss, in its shape, float32.
+        """
         of_hidden, of_weight, *_ = self._backward(self._context, arriving)
         return of_hidden, of_weight
 
+    def _apply(self, *arguments: Any) -> Any:
+        self._context = _Context()
+        return self._forward(self._context, *arguments)
 
-def _with(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return the function, with other meanings of some global names."""
-    made_up = {**function.__globals__, **names}
-    copy = FunctionType(function.__code__, made_up, function.__name__, function.__defaults__, function.__closure__)
+
+class _Context(SimpleNamespace):
+    """Stand-in for the context object of an autograd function."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Store tensors as `saved_tensors`."""
+        self.saved_tensors = tensors
+
+
+def wrong(rehearsal: Rehearsal) -> Iterator[str]:
+    """Yield a sentence for each loss and each gradient that differs from the reference, for every reduction."""
+    inputs = batch()
+    for reduction in _REDUCTIONS:
+        loss = rehearsal.loss(
+            inputs.hidden, inputs.weight, inputs.labels, reduction=reduction, ignore_index=IGNORE_INDEX
+        )
+        seen = Results(loss, *rehearsal.gradients(inputs.arriving(reduction)))
+        for name, found, true in zip(_RESULTS, seen, expected(inputs, reduction), strict=True):
+            if found.shape != true.shape or not torch.allclose(found.double(), true, rtol=1e-4, atol=1e-5):
+                yield f'with reduction "{reduction}" {name} is not that of the logits'
+
+
+def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """Return a copy of a function with some of its globals replaced."""
+    replaced = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-def _torch_without_profiler() -> SimpleNamespace:
-    """Return torch with marks for a profiler that do nothing: a torch that was built without CUDA raises at them."""
-    marks = SimpleNamespace(range=contextlib.nullcontext)
-    return SimpleNamespace(**{**vars(torch), "cuda": SimpleNamespace(**{**vars(torch.cuda), "nvtx": marks})})
-
-
-def wrong(rehearsal: Rehearsal) -> Iterator[str]:
-    """Yield what is not as the logits themselves have it, in words: losses and gradients of every reduction."""
-    hidden = (torch.arange(24.0, dtype=torch.float32, device="cpu").view(6, 4) - 11) / 8
-    weight = (torch.arange(20.0, dtype=torch.float32, device="cpu").view(5, 4).flip(0) - 7) / 16
-    labels = torch.tensor([0, 4, _IGNORED, 2, 2, 1], device="cpu")
-    each = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0, 0.25], dtype=torch.float32, device="cpu")
-    kept = (labels != _IGNORED).to(torch.float64)
-    rows, classes = hidden.double(), weight.double()
-    losses, _ = token_losses(rows, classes, labels, ignore_index=_IGNORED)
-    probabilities = torch.softmax(rows @ classes.t(), dim=1)
-    slopes = probabilities - torch.nn.functional.one_hot(labels.clamp(min=0), classes.shape[0]).double()
-    for reduction in _REDUCTIONS:
-        divisor = kept.sum() if reduction == "mean" else 1.0
-        true = losses if reduction == "none" else losses.sum() / divisor
-        arriving = each if reduction == "none" else each[3]
-        logits = slopes * (kept * arriving.double() / divisor).unsqueeze(1)
-        loss = rehearsal.loss(hidden, weight, labels, reduction=reduction, ignore_index=_IGNORED)
-        of_hidden, of_weight = rehearsal.gradients(arriving)
-        compared = {
-            "the loss": (loss, true),
-            "the gradient of the hidden states": (of_hidden, logits @ classes),
-            "the gradient of the weight": (of_weight, logits.t() @ rows),
-        }
-        for what, (seen, expected) in compared.items():
-            if seen.shape != expected.shape or not torch.allclose(seen.double(), expected, rtol=1e-4, atol=1e-5):
-                yield f'with reduction "{reduction}" {what} is not that of the logits'
+def _torch_without_nvtx() -> SimpleNamespace:
+    """Return a copy of the torch namespace with no-op NVTX ranges, at which a build without CUDA raises."""
+    nvtx = SimpleNamespace(range=contextlib.nullcontext)
+    return SimpleNamespace(**{**vars(torch), "cuda": SimpleNamespace(**{**vars(torch.cuda), "nvtx": nvtx})})
