@@ -21,8 +21,9 @@ from two_paths_cases import MEMORY_ON_A_GPU, SIZES_ON_A_GPU, poisoned
 from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-from megacpp_overlays.kernels.masked_products.panels import NOTHING, WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
+from megacpp_overlays.kernels.masked_products.row_counts import NOTHING, ROW_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.token_selection import Selection, select
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
 from megacpp_overlays.kernels.vocabulary_softmax.passes import (
@@ -108,7 +109,7 @@ def test_tokens_are_selected_as_a_stable_sort_does(tokens: int, share: float) ->
     assert torch.equal(selection.order[selection.place], torch.arange(tokens, device=DEVICE))
     assert count == int(wanted.sum())
     assert torch.equal(first[:count], rows[wanted])
-    assert not first[count : max(1, -(-count // WHOLE)) * WHOLE].any()
+    assert not first[count : max(1, -(-count // ROW_ALIGNMENT)) * ROW_ALIGNMENT].any()
     assert torch.equal(selection.put_back(first, torch.bfloat16), torch.where(wanted.unsqueeze(1), rows, 0).bfloat16())
 
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_overlays.kernels.masked_products import products as bounded_products
-from megacpp_overlays.kernels.masked_products.panels import WHOLE
 from megacpp_overlays.kernels.masked_products.products import Products
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.token_selection import select
 
 ROUNDING = 1e-3
@@ -36,7 +36,7 @@ def test_selected_rows_come_first_in_their_order_and_go_back(wanted: list[bool],
     first = selection.first(torch.where(mask.unsqueeze(1), rows, torch.nan))
     in_place = rows.clone()
     selection.bring_first(in_place)
-    zeros = first[sum(wanted) : WHOLE].clone()
+    zeros = first[sum(wanted) : ROW_ALIGNMENT].clone()
     first[sum(wanted) :] = torch.nan
     back = selection.put_back(first, dtype)
 
@@ -48,13 +48,15 @@ def test_selected_rows_come_first_in_their_order_and_go_back(wanted: list[bool],
     assert torch.equal(back, torch.where(mask.unsqueeze(1), rows, 0).to(dtype))
 
 
-@pytest.mark.parametrize("count", [0, 1, WHOLE - 1, WHOLE, WHOLE + 1, 2 * WHOLE, 2 * WHOLE + 1])
+@pytest.mark.parametrize(
+    "count", [0, 1, ROW_ALIGNMENT - 1, ROW_ALIGNMENT, ROW_ALIGNMENT + 1, 2 * ROW_ALIGNMENT, 2 * ROW_ALIGNMENT + 1]
+)
 def test_zeros_follow_selected_rows_as_far_as_a_tile_reaches(count: int) -> None:
-    tokens = 3 * WHOLE
+    tokens = 3 * ROW_ALIGNMENT
     first = select(torch.arange(tokens) < count).first(torch.ones(tokens, 2), torch.full((tokens, 2), torch.nan))
 
     assert first[:count].eq(1).all()
-    assert first[count : max(1, -(-count // WHOLE)) * WHOLE].eq(0).all()
+    assert first[count : max(1, -(-count // ROW_ALIGNMENT)) * ROW_ALIGNMENT].eq(0).all()
 
 
 @settings(deadline=None)

@@ -19,15 +19,16 @@ from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leave
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
 from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
-from megacpp_overlays.kernels.masked_products.panels import WHOLE, WIDTH, Panels
+from megacpp_overlays.kernels.masked_products.panels import CLASS_ALIGNMENT, Panels
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.token_selection import select
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients
 
-SIZES = TOKENS, _, CLASSES = 520, 6, 4 * WIDTH + 72
+SIZES = TOKENS, _, CLASSES = 520, 6, 4 * CLASS_ALIGNMENT + 72
 WAYS = {
-    "all that have room": Memory(block_classes=WIDTH, masked="skip"),
-    "two": Memory(block_classes=WIDTH, masked="skip", panels=2),
-    "alone": Memory(block_classes=WIDTH, masked="skip", panels=1),
+    "all that have room": Memory(block_classes=CLASS_ALIGNMENT, masked="skip"),
+    "two": Memory(block_classes=CLASS_ALIGNMENT, masked="skip", panels=2),
+    "alone": Memory(block_classes=CLASS_ALIGNMENT, masked="skip", panels=1),
 }
 
 
@@ -52,17 +53,18 @@ def close(seen: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
 
 @settings(deadline=None)
 @given(
-    count=st.integers(0, 3000), rows=st.integers(2 * WHOLE, 3000), number=st.integers(2, 12), last=st.integers(1, WIDTH),
+    count=st.integers(0, 3000), rows=st.integers(2 * ROW_ALIGNMENT, 3000), number=st.integers(2, 12),
+    last=st.integers(1, CLASS_ALIGNMENT),
     most=st.sampled_from([0, 2, 3, 100]),
 )  # fmt: skip
 def test_groups_have_every_class_once_and_room_for_every_row(
     count: int, rows: int, number: int, last: int, most: int
 ) -> None:
     count = min(count, rows)
-    panels = Panels.cut((number - 1) * WIDTH + last, WIDTH, rows, counted(count), most)
+    panels = Panels.cut((number - 1) * CLASS_ALIGNMENT + last, CLASS_ALIGNMENT, rows, counted(count), most)
     assert panels is not None
 
-    groups = [list(panels.parts(group)) for group in range(panels.number)]
+    groups = [list(panels.slices(group)) for group in range(panels.number)]
 
     classes = [each for group in groups for _, part in group for each in range(part.start, part.stop)]
     assert classes == list(range(panels.classes))
@@ -74,7 +76,7 @@ def test_groups_have_every_class_once_and_room_for_every_row(
         assert all(part.stop - part.start >= count for part, _ in group)
         assert all(one.stop == other.start for (one, _), (other, _) in itertools.pairwise(group))
         assert not group or group[-1][0].stop <= rows
-    assert [panels.begins(group) for group in range(panels.number)] == [
+    assert [panels.is_last_group(group) for group in range(panels.number)] == [
         index == len(sizes) - 1 for index in range(panels.number)
     ]
 
@@ -126,7 +128,7 @@ def test_a_block_of_all_tokens_stays_before_panels_of_some() -> None:
     """So it is where a forward pass computes every token, and a backward pass finds that few have a gradient."""
     inputs = labelled(TOKENS, bias=True)
     inputs.arriving = torch.where(torch.arange(TOKENS) < 400, 0.0, inputs.arriving)
-    memory = Memory(block_classes=WIDTH)
+    memory = Memory(block_classes=CLASS_ALIGNMENT)
 
     for _ in range(2):
         close(found(inputs, memory=memory), truth(inputs))
@@ -165,12 +167,13 @@ def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
     inputs = labelled(100)
     shapes = {name: products(lambda memory=each: found(inputs, memory=memory)) for name, each in WAYS.items()}
     logits = {
-        name: sum(shape[0] * shape[1] for shape in each if shape[1] in (WIDTH, 72)) for name, each in shapes.items()
+        name: sum(shape[0] * shape[1] for shape in each if shape[1] in (CLASS_ALIGNMENT, 72))
+        for name, each in shapes.items()
     }
 
-    assert logits["alone"] == 100 * (2 * CLASSES - WIDTH)
-    assert logits["two"] == 100 * (2 * CLASSES - 2 * WIDTH)
-    assert logits["all that have room"] == 100 * (2 * CLASSES - 3 * WIDTH)
+    assert logits["alone"] == 100 * (2 * CLASSES - CLASS_ALIGNMENT)
+    assert logits["two"] == 100 * (2 * CLASSES - 2 * CLASS_ALIGNMENT)
+    assert logits["all that have room"] == 100 * (2 * CLASSES - 3 * CLASS_ALIGNMENT)
 
 
 def test_triton_finds_what_float64_does(grid_size: str) -> None:

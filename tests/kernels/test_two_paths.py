@@ -26,8 +26,9 @@ from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
 from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
-from megacpp_overlays.kernels.masked_products.panels import NOTHING, WIDTH
+from megacpp_overlays.kernels.masked_products.panels import CLASS_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products, TileWave
+from megacpp_overlays.kernels.masked_products.row_counts import NOTHING
 from megacpp_overlays.kernels.masked_products.token_selection import select
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients
@@ -229,7 +230,7 @@ def test_both_ways_stay_within_the_memory_and_one_has_blocks_as_wide_as_without_
     assert both.room(hidden).nbytes + sums + 64 * tokens <= 256 * MIB
     computing = block_sizes.step_of(hidden, shard, Memory(masked="compute"))
     assert both.some.width < both.whole.width <= computing
-    assert computing - both.whole.width <= WIDTH
+    assert computing - both.whole.width <= CLASS_ALIGNMENT
     assert both.some.width == block_sizes.step_of(hidden, shard, Memory(masked="skip"))
 
 
@@ -277,9 +278,9 @@ def test_everything_else_goes_one_way(memory: dict[str, Any], shard: dict[str, A
 
 
 def test_products_of_nothing_leave_results_as_they_are() -> None:
-    left, right, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, DEPTH), torch.ones(ROWS, DEPTH)
+    left, right, matrix = torch.ones(ROWS, CLASS_ALIGNMENT), torch.ones(CLASS_ALIGNMENT, DEPTH), torch.ones(ROWS, DEPTH)
     alone, order = Products(nothing_cases.count()), torch.arange(ROWS)
-    results = room(ROWS, DEPTH), room(WIDTH, DEPTH), room(WIDTH)
+    results = room(ROWS, DEPTH), room(CLASS_ALIGNMENT, DEPTH), room(CLASS_ALIGNMENT)
     for add in (False, True):
         for by in (None, order):
             alone.of_rows(left, right, out=results[0], add=add, order=by)
@@ -291,9 +292,14 @@ def test_products_of_nothing_leave_results_as_they_are() -> None:
 
 @pytest.mark.parametrize("laid", [NOTHING, 100])
 def test_panels_of_nothing_leave_results_as_they_are(laid: int) -> None:
-    cut = nothing_cases.panels(laid=laid)
+    cut = nothing_cases.panels(planned_rows=laid)
     hidden, weight = torch.ones(ROWS, DEPTH), torch.ones(CLASSES, DEPTH)
-    block, of_hidden, of_weight, total = room(ROWS, WIDTH), room(ROWS, DEPTH), room(CLASSES, DEPTH), room(CLASSES)
+    block, of_hidden, of_weight, total = (
+        room(ROWS, CLASS_ALIGNMENT),
+        room(ROWS, DEPTH),
+        room(CLASSES, DEPTH),
+        room(CLASSES),
+    )
     products_ = PanelProducts(nothing_cases.count(), cut)
     calls = (
         products_.of_rows(hidden, weight.t(), out=block),

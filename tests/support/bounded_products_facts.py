@@ -14,7 +14,8 @@ import torch
 
 from megacpp_overlays.kernels.masked_products import products_triton as products
 from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
-from megacpp_overlays.kernels.masked_products.panels import NOTHING, WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.row_counts import NOTHING, ROW_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.token_selection import select
 
 ROWS, DEPTH, COLUMNS = 300, 72, 200
@@ -108,8 +109,11 @@ def moves(count: int, columns: int) -> list[bool]:
     places = [torch.equal(*pair) for pair in zip(rows.select(wanted), selection, strict=True)]
     spoiled = torch.where(wanted.unsqueeze(1), matrix, torch.nan)
     first = torch.full_like(spoiled, OLD)
-    rows.first(spoiled, selection.order, selection.count, WHOLE, first)
-    apart = torch.equal(first[:count], expected) and not first[count : max(1, -(-count // WHOLE)) * WHOLE].any()
+    rows.first(spoiled, selection.order, selection.count, ROW_ALIGNMENT, first)
+    apart = (
+        torch.equal(first[:count], expected)
+        and not first[count : max(1, -(-count // ROW_ALIGNMENT)) * ROW_ALIGNMENT].any()
+    )
     rows.bring_first(matrix, selection.order, selection.count)
     came = torch.equal(matrix[:count], expected)
     matrix[count:] = torch.nan
@@ -156,7 +160,7 @@ def in_panels(count: int, laid: int, most: int, by_order: bool) -> dict[str, flo
     seen = []
     for group in range(panels.number):
         multiply(group)
-        for place, classes in panels.parts(group):
+        for place, classes in panels.slices(group):
             width = classes.stop - classes.start
             logits[:, classes] = block[place, :width][:count].float()
             block[place, :width] = 0
@@ -199,7 +203,7 @@ def nothing(laid: int, by_order: bool) -> int:
         products.product_of_rows(hidden, weight[:PANEL_WIDTH].t(), number, block, False, by)
         products.product_over_rows(block, hidden, number, of_weight[:PANEL_WIDTH], add, by)
     products.sum_of_rows(block, number, total[:PANEL_WIDTH])
-    rows.first(hidden, order, number, WHOLE, first)
+    rows.first(hidden, order, number, ROW_ALIGNMENT, first)
     before = moved.clone()
     rows.bring_first(moved, order, number)
     rows.bring_first(moved, order, number, panels)

@@ -1,4 +1,4 @@
-"""Everything that is told a number of rows, with `NOTHING` for it: what it writes, by name."""
+"""Kernels called with row count `NOTHING`: they must write nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from megacpp_overlays.kernels.masked_products.panels import NOTHING, WIDTH, Panels
+from megacpp_overlays.kernels.masked_products.panels import CLASS_ALIGNMENT, Panels
+from megacpp_overlays.kernels.masked_products.row_counts import NOTHING
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
 
-ROWS, DEPTH, CLASSES = 300, 72, 2 * WIDTH + 72
+ROWS, DEPTH, CLASSES = 300, 72, 2 * CLASS_ALIGNMENT + 72
 OLD = 7.0
 """What results hold before."""
 
@@ -26,9 +27,9 @@ def selection() -> Selection:
     return Selection(order, order.argsort(), count())
 
 
-def panels(most: int = 0, laid: int = NOTHING) -> Panels:
-    """Return panels of all classes, as they are laid on a way that is empty, or as they were."""
-    found = Panels.cut(CLASSES, WIDTH, ROWS, torch.tensor([laid], dtype=torch.int32), most)
+def panels(group_limit: int = 0, planned_rows: int = NOTHING) -> Panels:
+    """Return panels of all classes, planned for no row or for those of an earlier pass."""
+    found = Panels.cut(CLASSES, CLASS_ALIGNMENT, ROWS, torch.tensor([planned_rows], dtype=torch.int32), group_limit)
     assert found is not None
     return found
 
@@ -50,16 +51,18 @@ def by_passes(passes: Any) -> dict[str, int]:
         running = Statistics(*room(4 if spread else 3, ROWS).unbind())
         coefficients = Coefficients(*torch.ones(4 if spread else 3, ROWS).unbind())
         for first in (False, True):
-            block = room(ROWS, WIDTH)
+            block = room(ROWS, CLASS_ALIGNMENT)
             passes.add_statistics(block, labels, 0, running, first, None, None, None, selection())
             far[f"statistics, {spread}, {first}"] = written(*(each for each in running if each is not None), block)
         for cut in (panels(), panels(2, ROWS // 2)):
-            block, out = room(ROWS, WIDTH), room(ROWS, WIDTH, dtype=torch.float16)
+            block, out = room(ROWS, CLASS_ALIGNMENT), room(ROWS, CLASS_ALIGNMENT, dtype=torch.float16)
             passes.logits_gradient(block, labels, 0, coefficients, None, None, None, out, selection())
             add = passes.add_panel_statistics(block, labels, 0, running, None, None, None, selection(), cut)
             turn = passes.panel_gradients(block, labels, 0, coefficients, None, None, None, out, selection(), cut)
             for group in range(cut.number):
                 add(group)
                 turn(group)
-            far[f"panels, {spread}, {cut.most}"] = written(*(each for each in running if each is not None), block, out)
+            far[f"panels, {spread}, {cut.group_limit}"] = written(
+                *(each for each in running if each is not None), block, out
+            )
     return far

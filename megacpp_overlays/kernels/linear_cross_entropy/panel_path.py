@@ -18,7 +18,7 @@ class PanelPath(NamedTuple):
     order: torch.Tensor | None
     """(tokens,), int64: in which they take them; None if the selected ones come first."""
     selection: Selection
-    """The tokens that count. With `panels.NOTHING` as their number the whole way does nothing."""
+    """The tokens that count. With `row_counts.NOTHING` as their number the whole way does nothing."""
     panels: Panels
     """The classes."""
     block: torch.Tensor

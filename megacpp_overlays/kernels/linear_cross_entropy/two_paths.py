@@ -7,7 +7,7 @@ small. Whether a token is masked only the device knows, so launches are made for
 - `whole`, where all tokens are selected: products read the hidden states themselves, in blocks as wide as without a copy;
 - `some`, where at least one is not: products read a copy, in panels (see `masked_products.panels`).
 
-Everything on the other way gets `panels.NOTHING` as its number of rows, and neither reads nor writes. So both have one
+Everything on the other way gets `row_counts.NOTHING` as its number of rows, and neither reads nor writes. So both have one
 memory: the block of `whole` lies over the block and the copy of `some`.
 """
 
@@ -19,7 +19,8 @@ import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import padded
 from megacpp_overlays.kernels.linear_cross_entropy.panel_path import PanelPath
-from megacpp_overlays.kernels.masked_products.panels import NOTHING, Panels
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.row_counts import NOTHING
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 
@@ -51,7 +52,7 @@ class TwoPaths:
         Args:
             selection: the tokens that count.
             classes: how many there are.
-            whole: classes of a block of all tokens, a multiple of `panels.WIDTH`.
+            whole: classes of a block of all tokens, a multiple of `panels.CLASS_ALIGNMENT`.
             some: classes of a block beside a copy.
             dtype: of the logits.
             most: panels of a group; 0 means as many as have room.
@@ -124,10 +125,12 @@ class TwoPaths:
             selection: of these tokens.
             room: filled by the way that was gone.
         """
-        now = TwoPaths.cut(selection, self.some.classes, self.whole.width, self.some.width, self.dtype, self.some.most)
+        now = TwoPaths.cut(
+            selection, self.some.classes, self.whole.width, self.some.width, self.dtype, self.some.group_limit
+        )
         assert now is not None  # noqa: S101 - it was cut in the same way before
         all_did = self.whole_rows >= 0
-        some = self.some._replace(laid=torch.where(all_did, now.some_rows, self.some.laid))
+        some = self.some._replace(planned_rows=torch.where(all_did, now.some_rows, self.some.planned_rows))
         moved = selection.among(self.selection)._replace(count=torch.where(all_did, NOTHING, now.some_rows))
         moved.bring_first(self._block(self.some, room), some)
         return replace(now, some=some, first_rows=(None, torch.where(all_did, now.some_rows, NOTHING)))

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from megacpp_overlays.kernels.masked_products.launches_triton import wait_for_what_is_ahead
-from megacpp_overlays.kernels.masked_products.panels import WHOLE
-from megacpp_overlays.kernels.masked_products.panels_triton import group_of
+from megacpp_overlays.kernels.masked_products.panels_triton import panel_group
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
 
-_WHOLE = tl.constexpr(WHOLE)
+_ROW_ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
 
 
 @triton.jit
@@ -91,15 +91,15 @@ def _sum_of_rows_at(
 
 
 # Counts of columns differ from block to block; compiling anew for a round number would cost more than it gains.
-@triton.jit(do_not_specialize=["columns", "depth", "programs", "rows", "width", "panels", "most", "group"])
+@triton.jit(do_not_specialize=["columns", "depth", "programs", "rows", "width", "panels", "group_limit", "group"])
 def of_rows(
-    left, right, half, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
+    left, right, half, out, count, columns, depth, programs, planned_rows, rows, width, panels, group_limit, group,
     TRANSPOSED: tl.constexpr, ADD: tl.constexpr, THERE: tl.constexpr, DEEP: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of `left @ right` that count, or add them to what is there."""
     wait_for_what_is_ahead(EARLY)
-    first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
+    first, here, height = panel_group(planned_rows, rows, panels, group_limit, group, _ROW_ALIGNMENT)
     start = first * width
     if DEEP:
         depth = tl.maximum(tl.minimum(depth - start, here * width), 0)
@@ -136,9 +136,9 @@ def of_rows(
 
 
 @triton.jit
-def _group_of_weight(count, laid, rows, width, panels, most, group, height, ROWS: tl.constexpr):
+def _group_of_weight(count, planned_rows, rows, width, panels, group_limit, group, height, ROWS: tl.constexpr):
     """Return where the gradient of a group's weight begins, tiles of a panel and rows between panels, all tiles, and the rows that count."""
-    first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
+    first, here, apart = panel_group(planned_rows, rows, panels, group_limit, group, _ROW_ALIGNMENT)
     start = first * width
     counted = tl.load(count).to(tl.int32)
     tall = tl.maximum(tl.minimum(height - start, here * width), 0)
@@ -165,16 +165,16 @@ def _sum_over_rows_at(
     return total
 
 
-@triton.jit(do_not_specialize=["height", "across", "programs", "rows", "width", "panels", "most", "group"])
+@triton.jit(do_not_specialize=["height", "across", "programs", "rows", "width", "panels", "group_limit", "group"])
 def over_rows(
-    left, right, half, out, count, height, across, programs, laid, rows, width, panels, most, group,
+    left, right, half, out, count, height, across, programs, planned_rows, rows, width, panels, group_limit, group,
     ADD: tl.constexpr, THERE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write `left.t() @ right` over the rows that count, or add it to what is there."""
     wait_for_what_is_ahead(EARLY)
     start, per_panel, apart, tiles_of_rows, counted = _group_of_weight(
-        count, laid, rows, width, panels, most, group, height, ROWS
+        count, planned_rows, rows, width, panels, group_limit, group, height, ROWS
     )
     # One step at least, of zeros, and said so: the two loops become one where the inner one is never empty.
     steps = tl.maximum(tl.cdiv(counted, DEPTH), 1)
@@ -200,15 +200,15 @@ def over_rows(
 
 # Rows that are chosen have no descriptor on Hopper. `depth` and `across` are those of all calls of a model, and what divides
 # them says how much a thread may read at once.
-@triton.jit(do_not_specialize=["columns", "programs", "rows", "width", "panels", "most", "group"])
+@triton.jit(do_not_specialize=["columns", "programs", "rows", "width", "panels", "group_limit", "group"])
 def of_chosen_rows(
-    left, stride, order, right, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
+    left, stride, order, right, out, count, columns, depth, programs, planned_rows, rows, width, panels, group_limit, group,
     TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write `left @ right` for rows of `left` that `order` names."""
     wait_for_what_is_ahead(EARLY)
-    first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
+    first, here, height = panel_group(planned_rows, rows, panels, group_limit, group, _ROW_ALIGNMENT)
     start, per_panel = first * width, tl.cdiv(width, COLUMNS)
     counted = tl.load(count).to(tl.int32)
     tiles_of_rows = tl.cdiv(counted, ROWS)
@@ -238,16 +238,16 @@ def of_chosen_rows(
         )
 
 
-@triton.jit(do_not_specialize=["height", "programs", "rows", "width", "panels", "most", "group"])
+@triton.jit(do_not_specialize=["height", "programs", "rows", "width", "panels", "group_limit", "group"])
 def over_chosen_rows(
-    left, right, stride, order, out, count, height, across, programs, laid, rows, width, panels, most, group,
+    left, right, stride, order, out, count, height, across, programs, planned_rows, rows, width, panels, group_limit, group,
     ADD: tl.constexpr, THERE: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write `left.t() @ right`, or add it, for rows of `right` that `order` names."""
     wait_for_what_is_ahead(EARLY)
     start, per_panel, apart, tiles_of_rows, counted = _group_of_weight(
-        count, laid, rows, width, panels, most, group, height, ROWS
+        count, planned_rows, rows, width, panels, group_limit, group, height, ROWS
     )
     steps = tl.maximum(tl.cdiv(counted, DEPTH), 1)
     tl.assume(steps > 0)
@@ -271,14 +271,14 @@ def over_chosen_rows(
         _write(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["columns", "rows", "width", "panels", "most", "group"])
+@triton.jit(do_not_specialize=["columns", "rows", "width", "panels", "group_limit", "group"])
 def sum_of_rows(
-    matrix, stride, count, out, columns, laid, rows, width, panels, most, group,
+    matrix, stride, count, out, columns, planned_rows, rows, width, panels, group_limit, group,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the rows that count."""
     wait_for_what_is_ahead(EARLY)
-    first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
+    first, here, height = panel_group(planned_rows, rows, panels, group_limit, group, _ROW_ALIGNMENT)
     known = tl.load(count).to(tl.int32)
     end = tl.where(known < 0, 0, tl.minimum(columns - first * width, here * width))
     begin = tl.program_id(0) * COLUMNS

@@ -1,10 +1,18 @@
-"""Panels of classes that share the memory of one block of logits, one below the other, where few tokens count.
+"""Panels: chunks of the vocabulary that share one block of logits, stacked along its rows.
 
-A block of logits has room for a row of every token, and where a tenth of them counts nine tenths of it lie idle, while
-products over one block are too small to fill a device. So the memory of a block is cut into as many parts as have room for
-the rows that count, and each holds other classes of the same tokens. How many those are only the device knows: a vocabulary
-has as many groups of panels as it would have blocks if all tokens counted, launches are made for all of them, and those
-after the last one find nothing to do.
+A block of logits has one row per token, but masked products use only the first of them, those of the selected tokens. If
+few tokens are selected, most of the block is unused, and a product over one chunk of classes is too small to fill a GPU.
+So the block holds several chunks, each in its own range of rows:
+
+    rows of the block        contents
+    0 to pitch               panel 0: logits of the selected tokens for classes 0 to width
+    pitch to 2 * pitch       panel 1: logits of the selected tokens for classes width to 2 * width
+
+The panels that are in the block at one time are a group. A pass over the vocabulary computes one group after another.
+
+The number of panels in a group follows from the number of selected tokens, which only the device knows. The host
+launches kernels for as many groups as there are panels, the largest number possible. Kernels of a group past the last
+one return at once.
 """
 
 from __future__ import annotations
@@ -14,74 +22,90 @@ from typing import NamedTuple
 
 import torch
 
-WHOLE = 128
-"""Rows after the selected ones are zero up to the next multiple of this, or to this where none is selected.
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT, aligned_rows
 
-No tile of a product over the first rows reaches beyond, and such a product takes one step at least.
-"""
-NOTHING = -1
-"""A count of rows with which products, passes and copies write nothing at all, not even zeros: what they would do is done
-elsewhere. Panels laid for it are laid for no row.
-"""
-WIDTH = 256
-"""A panel's classes are a multiple of this, so that no tile of a product reaches into two of them."""
+CLASS_ALIGNMENT = 256
+"""Panel widths are multiples of this, the columns of the largest tile, so that no tile of a product covers two panels."""
+
+
+class PanelGroup(NamedTuple):
+    """Panels that are in the block at one time."""
+
+    first: int
+    """Index of the first panel."""
+    size: int
+    """Number of panels; 0 in groups past the last one."""
+    pitch: int
+    """Rows of the block from the start of a panel to the start of the next one."""
 
 
 class Panels(NamedTuple):
-    """How the classes of a layer are cut into panels."""
+    """Layout of a layer's classes in panels."""
 
     classes: int
-    """Of all panels together; the last one may be narrower than the others."""
+    """Classes of all panels."""
     width: int
-    """Classes of a panel."""
+    """Classes of a panel; the last panel may have fewer."""
     rows: int
-    """Of the memory that the panels of a group share."""
-    laid: torch.Tensor
-    """(1,), int32: rows that a panel has room for, at least. What counts later may be fewer."""
-    most: int
-    """Panels of a group, at most."""
+    """Rows of the block."""
+    planned_rows: torch.Tensor
+    """(1,), int32, on the device: tokens that each panel has room for. A backward pass may select fewer."""
+    group_limit: int
+    """Maximum number of panels in a group."""
 
     @classmethod
-    def cut(cls, classes: int, width: int, rows: int, laid: torch.Tensor, most: int = 0) -> Panels | None:
-        """Return the panels of a layer; None where blocks of so many classes cannot share their memory.
+    def cut(
+        cls, classes: int, width: int, rows: int, planned_rows: torch.Tensor, group_limit: int = 0
+    ) -> Panels | None:
+        """Cut the classes of a layer into panels; return None if no two panels can share a block.
 
         Args:
-            classes: how many there are.
-            width: classes of a block.
-            rows: of a block.
-            laid: (1,), int32: how many rows count.
-            most: panels of a group; 0 means as many as have room.
+            classes: of the layer.
+            width: of a panel, in classes. A width that is no multiple of `CLASS_ALIGNMENT` gives None.
+            rows: of the block.
+            planned_rows: (1,), int32, on the device: number of selected tokens.
+            group_limit: maximum number of panels in a group; 0 sets none.
         """
-        if most == 1 or width % WIDTH or width >= classes or rows < 2 * WHOLE:
+        if group_limit == 1 or width % CLASS_ALIGNMENT or width >= classes or rows < 2 * ROW_ALIGNMENT:
             return None
-        panels = -(-classes // width)
-        return cls(classes, width, rows, laid, min(most, panels) if most else panels)
+        number = -(-classes // width)
+        return cls(classes, width, rows, planned_rows, min(group_limit, number) if group_limit else number)
 
     @property
     def number(self) -> int:
-        """How many there are; and groups, if no two of them fit into the memory."""
+        """Number of panels, and maximum number of groups."""
         return -(-self.classes // self.width)
 
-    def of_group(self, group: int) -> tuple[int, int, int]:
-        """Return the first panel of a group, how many it has, and the rows from one to the next; waits for the device.
+    @property
+    def arguments(self) -> dict[str, torch.Tensor | int]:
+        """The parameters by which a Triton kernel finds its group, by name; see `panels_triton.panel_group`."""
+        return {
+            "planned_rows": self.planned_rows, "width": self.width, "panels": self.number, "group_limit": self.group_limit
+        }  # fmt: skip
 
-        Groups are as equal as can be. The first one is never smaller than another, and groups after the last are empty.
+    def group(self, index: int) -> PanelGroup:
+        """Return a group. This synchronises with the device.
+
+        Groups have the same size, except that the last one may be smaller.
         """
-        height = max(1, -(-int(self.laid) // WHOLE)) * WHOLE
-        groups = -(-self.number // min(max(1, self.rows // height), self.most))
-        together = -(-self.number // groups)
-        first = group * together
-        return first, max(0, min(self.number - first, together)), height
+        pitch = aligned_rows(int(self.planned_rows))
+        groups = -(-self.number // min(max(1, self.rows // pitch), self.group_limit))
+        size = -(-self.number // groups)
+        first = index * size
+        return PanelGroup(first, max(0, min(self.number - first, size)), pitch)
 
-    def parts(self, group: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows of the memory that a panel of this group may take, and its classes; waits for the device."""
-        first, here, height = self.of_group(group)
-        for panel in range(here):
-            start = (first + panel) * self.width
-            rows = slice(panel * height, min((panel + 1) * height, self.rows))
+    def slices(self, index: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows in the block and the classes of each panel in a group. This synchronises with the device."""
+        first, size, pitch = self.group(index)
+        for place in range(size):
+            start = (first + place) * self.width
+            rows = slice(place * pitch, min((place + 1) * pitch, self.rows))
             yield rows, slice(start, min(start + self.width, self.classes))
 
-    def begins(self, group: int) -> bool:
-        """Return whether this group has the last panel, where a pass from the last group to the first begins."""
-        first, here, _ = self.of_group(group)
-        return here > 0 and first + here == self.number
+    def is_last_group(self, index: int) -> bool:
+        """Return whether a group contains the last panel. This synchronises with the device.
+
+        A forward pass starts with it and ends with the first group, whose logits stay in the block.
+        """
+        first, size, _ = self.group(index)
+        return size > 0 and first + size == self.number

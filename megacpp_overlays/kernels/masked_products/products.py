@@ -4,7 +4,7 @@ How many those are only the device knows. On CUDA devices of compute capability 
 such products without asking it, so nothing waits and a graph can be captured; on the CPU the number is simply read.
 Everything else has only products over all rows: ask `available` first.
 
-A count of `panels.NOTHING` leaves results as they are.
+A count of `row_counts.NOTHING` leaves results as they are.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Products:
         Args:
             left: (m, k), rows of unit stride.
             right: (k, n), same dtype, rows or columns of unit stride.
-            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `panels.WHOLE` may be
-                written, too.
+            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `ROW_ALIGNMENT` may be written,
+                too; see `row_counts`.
             add: in the dtype of `out`.
             order: (m,), int64: the rows of `left` to take, where they do not come first. Not to add.
         """
@@ -118,7 +118,7 @@ class Products:
         """Write `left.t() @ right` over the rows that count, or add it to what is there.
 
         Args:
-            left: (k, m), rows of unit stride; zero as far as `panels.WHOLE` says, where rows of `right`
+            left: (k, m), rows of unit stride; zero as far as `row_counts.ROW_ALIGNMENT` says, where rows of `right`
                 are finite.
             right: (k, n), same dtype, rows of unit stride.
             out: (m, n), floating, rows of unit stride.
@@ -177,7 +177,7 @@ class PanelProducts:
             return launching_there(left, launch)
 
         def write(group: int) -> None:
-            for rows, classes in self.panels.parts(group):
+            for rows, classes in self.panels.slices(group):
                 wide = out[rows, : classes.stop - classes.start]
                 Products(self.count).of_rows(left, right[:, classes], out=wide, order=order)
 
@@ -192,7 +192,8 @@ class PanelProducts:
             left: (m, classes of a panel), panel below panel. In the last one that is narrower, zero up to the next
                 multiple of 64.
             right: (classes of all panels, n), same dtype, rows of unit stride.
-            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `panels.WHOLE` may be written, too.
+            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `ROW_ALIGNMENT`
+                may be written, too; see `row_counts`.
             add: in the dtype of `out`.
         """
         if in_triton is not None and left.is_cuda:
@@ -200,7 +201,7 @@ class PanelProducts:
             return launching_there(left, launch)
 
         def write(group: int) -> None:
-            for number, (rows, classes) in enumerate(self.panels.parts(group)):
+            for number, (rows, classes) in enumerate(self.panels.slices(group)):
                 wide = left[rows, : classes.stop - classes.start]
                 Products(self.count).of_rows(wide, right[classes], out=out, add=add or number > 0)
 
@@ -218,7 +219,7 @@ class PanelProducts:
         """Return what writes, for each panel, `panel.t() @ right` over the rows that count, or adds it.
 
         Args:
-            left: (k, classes of a panel), panel below panel, each zero as far as `panels.WHOLE` says.
+            left: (k, classes of a panel), panel below panel, each zero as far as `row_counts.ROW_ALIGNMENT` says.
             right: (k, n), same dtype, rows of unit stride.
             out: (classes of all panels, n), floating, rows of unit stride.
             add: in the dtype of `out`.
@@ -229,7 +230,7 @@ class PanelProducts:
             return launching_there(left, launch)
 
         def write(group: int) -> None:
-            for rows, classes in self.panels.parts(group):
+            for rows, classes in self.panels.slices(group):
                 wide = left[rows, : classes.stop - classes.start]
                 Products(self.count).over_rows(wide, right, out=out[classes], add=add, order=order)
 
@@ -246,7 +247,7 @@ class PanelProducts:
             return launching_there(matrix, in_triton.sums_of_rows(matrix, self.count, out, self.panels))
 
         def write(group: int) -> None:
-            for rows, classes in self.panels.parts(group):
+            for rows, classes in self.panels.slices(group):
                 Products(self.count).sum_rows(matrix[rows, : classes.stop - classes.start], out=out[classes])
 
         return write

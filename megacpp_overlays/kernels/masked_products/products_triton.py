@@ -222,10 +222,8 @@ def _launches(
 def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) -> dict[str, torch.Tensor | int]:
     """Return what programs are told of panels; without them everything is one."""
     if panels is None:
-        return {"laid": count, "rows": rows, "width": classes, "panels": 1, "most": 1}
-    return {
-        "laid": panels.laid, "rows": rows, "width": panels.width, "panels": panels.number, "most": panels.most
-    }  # fmt: skip
+        return {"planned_rows": count, "rows": rows, "width": classes, "panels": 1, "group_limit": 1}
+    return {**panels.arguments, "rows": rows}
 
 
 def _adding(out: torch.Tensor, add: bool) -> dict[str, bool]:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from megacpp_overlays.kernels.devices import on_device_of
-from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT, aligned_rows
 
 in_triton: ModuleType | None
 try:
@@ -33,12 +34,12 @@ class Selection(NamedTuple):
     place: torch.Tensor
     """(tokens,), int64: where a token is in that order."""
     count: torch.Tensor
-    """(1,), int32: how many are selected. With `panels.NOTHING` no row moves."""
+    """(1,), int32: how many are selected. With `row_counts.NOTHING` no row moves."""
 
     def first(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of the selected tokens, in a tensor that has room for all.
 
-        Zeros follow as far as `panels.WHOLE` says; rows after those hold anything.
+        Zeros follow as far as `row_counts.ROW_ALIGNMENT` says; rows after those hold anything.
 
         Args:
             rows: (tokens, n), rows of unit stride. Rows of other tokens are not read.
@@ -47,11 +48,11 @@ class Selection(NamedTuple):
         out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if out is None else out
         if rows.is_cuda and in_triton is not None:
             with on_device_of(rows):
-                in_triton.first(rows, self.order, self.count, WHOLE, out)
+                in_triton.first(rows, self.order, self.count, ROW_ALIGNMENT, out)
                 return out
         if (count := int(self.count)) >= 0:
             out[:count] = rows[self.order[:count]]
-            out[count : max(1, -(-count // WHOLE)) * WHOLE].zero_()
+            out[count : aligned_rows(count)].zero_()
         return out
 
     def bring_first(self, rows: torch.Tensor, panels: Panels | None = None) -> None:
@@ -66,7 +67,7 @@ class Selection(NamedTuple):
                 in_triton.bring_first(rows, self.order, self.count, panels)
             return
         first = self.order[: max(0, int(self.count))]
-        for part in [rows] if panels is None else [rows[each] for each, _ in panels.parts(0)]:
+        for part in [rows] if panels is None else [rows[each] for each, _ in panels.slices(0)]:
             part[: len(first)] = part[first]
 
     def among(self, others: Selection) -> Selection:

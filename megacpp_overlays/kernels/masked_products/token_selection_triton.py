@@ -8,10 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
-from megacpp_overlays.kernels.masked_products.panels_triton import group_of
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.panels_triton import panel_group
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
 
-_WHOLE = tl.constexpr(WHOLE)
+_ROW_ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
 _ROWS, _COLUMNS = 128, 64
 """What a program moves at a time; blocks of logits have rows of whole multiples of so many columns."""
 _ROWS_APART, _COLUMNS_APART = 8, 512
@@ -79,8 +80,10 @@ def bring_first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor, pa
         count: (1,), int32; below 0 nothing is written.
         panels: whose first group the rows hold; in each of them, then.
     """
-    laid, number, most = (count, 1, 1) if panels is None else (panels.laid, panels.number, panels.most)
-    _move(_bring_first, rows, order, count, laid, number, most, panels_at_most=most)
+    planned_rows, number, group_limit = (
+        (count, 1, 1) if panels is None else (panels.planned_rows, panels.number, panels.group_limit)
+    )
+    _move(_bring_first, rows, order, count, planned_rows, number, group_limit, panels_at_most=group_limit)
 
 
 def put_back(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> None:
@@ -159,15 +162,15 @@ def _put_back_apart(  # type: ignore[no-untyped-def]
     tl.store(to, values.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "columns", "panels", "most"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "columns", "panels", "group_limit"])  # type: ignore[untyped-decorator]
 def _bring_first(  # type: ignore[no-untyped-def]
-    rows, stride, order, count, tokens, columns, laid, panels, most,
+    rows, stride, order, count, tokens, columns, planned_rows, panels, group_limit,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     # A row never moves down, so what a step overwrites was read by it or before it, and what is read later lies below:
     # a program owns some columns and goes through the rows from the first to the last.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    _, here, height = group_of(laid, tokens, panels, most, 0, _WHOLE)
+    _, here, height = panel_group(planned_rows, tokens, panels, group_limit, 0, _ROW_ALIGNMENT)
     panel = tl.program_id(1)
     rows += (panel * height).to(tl.int64) * stride
     selected = tl.where(panel < here, tl.load(count), 0)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.row_counts import aligned_rows
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
@@ -71,7 +72,7 @@ def logits_gradient(
         chosen = selection.order[:count]
         own, rows = Coefficients(*(None if each is None else each[chosen] for each in coefficients)), len(chosen)
         logits_gradient(logits[:rows], labels[chosen], first_class, own, bias, class_weight, softcap, out[:rows])
-        out[rows : max(1, -(-rows // WHOLE)) * WHOLE].zero_()
+        out[rows : aligned_rows(rows)].zero_()
         return
     lse, of_probability, of_label = (each.unsqueeze(1) for each in coefficients[:3])
     values = _values(logits, bias, softcap, lse.dtype)
@@ -105,8 +106,8 @@ def add_panel_statistics(
     """See `vocabulary_softmax.add_panel_statistics`."""
 
     def add(group: int) -> None:
-        first = panels.begins(group)
-        for rows, classes in panels.parts(group):
+        first = panels.is_last_group(group)
+        for rows, classes in panels.slices(group):
             part = logits[rows, : classes.stop - classes.start]
             add_statistics(
                 part, labels, first_class + classes.start, statistics, first, *_of(classes, bias, class_weight), softcap,
@@ -132,7 +133,7 @@ def panel_gradients(
     """See `vocabulary_softmax.panel_gradients`."""
 
     def write(group: int) -> None:
-        for rows, classes in panels.parts(group):
+        for rows, classes in panels.slices(group):
             width = classes.stop - classes.start
             logits_gradient(
                 logits[rows, :width], labels, first_class + classes.start, coefficients,

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from megacpp_overlays.kernels.masked_products.launches import Launches
-from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
-from megacpp_overlays.kernels.masked_products.panels_triton import group_of
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.panels_triton import panel_group
+from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
@@ -105,7 +106,7 @@ def _statistics_launches(
         **statistics._asdict(), "bias": bias, "class_weight": class_weight,
         **_chosen(selection), **_cut(panels, classes),
         "programs": programs, "tokens": tokens, "first_class": first_class, "classes": classes, "softcap": softcap or 0.0,
-        "HAS_SELECTION": selection is not None, "HAS_PANELS": panels is not None, "WHOLE": WHOLE,
+        "HAS_SELECTION": selection is not None, "HAS_PANELS": panels is not None, "ROW_ALIGNMENT": ROW_ALIGNMENT,
         "EVEN": classes % 16 == 0, "HAS_SPREAD": statistics.spread_logits is not None, "HAS_BIAS": bias is not None,
         "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
         "FIRST": first, "LOWEST": torch.finfo(torch.float32).min, "BLOCK": block,
@@ -177,7 +178,7 @@ def _gradient_launches(
         **coefficients._asdict(), "bias": bias, "class_weight": class_weight, "out": out, "out_stride": out.stride(0),
         **_chosen(selection), **_cut(panels, classes),
         "programs": programs, "tokens": tokens, "first_class": first_class, "classes": classes, "softcap": softcap or 0.0,
-        "HAS_SELECTION": selection is not None, "HAS_PANELS": panels is not None, "WHOLE": WHOLE,
+        "HAS_SELECTION": selection is not None, "HAS_PANELS": panels is not None, "ROW_ALIGNMENT": ROW_ALIGNMENT,
         "EVEN": classes % 16 == 0, "HAS_SPREAD": coefficients.of_spread is not None, "HAS_BIAS": bias is not None,
         "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
         "BLOCKS": blocks if narrows else 1, "BLOCK": block,
@@ -189,7 +190,7 @@ def _programs(tokens: int, selection: Selection | None, panels: Panels | None, w
     """Return for how many rows at a time so many warps each are launched."""
     if selection is None:
         return tokens
-    most = _WARPS_OF_A_GROUP if panels is not None and panels.most > 1 else _WARPS
+    most = _WARPS_OF_A_GROUP if panels is not None and panels.group_limit > 1 else _WARPS
     return min(tokens, max(1, most // warps))
 
 
@@ -215,8 +216,8 @@ def _chosen(selection: Selection | None) -> dict[str, torch.Tensor | None]:
 
 def _cut(panels: Panels | None, classes: int) -> dict[str, torch.Tensor | int | None]:
     if panels is None:
-        return {"laid": None, "width": classes, "panels": 1, "most": 1}
-    return {"laid": panels.laid, "width": panels.width, "panels": panels.number, "most": panels.most}
+        return {"planned_rows": None, "width": classes, "panels": 1, "group_limit": 1}
+    return panels.arguments
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -258,7 +259,7 @@ def _capped(values, softcap):  # type: ignore[no-untyped-def]
 
 
 # `first_class` differs from block to block; compiling anew for a round number would cost more than it gains.
-@triton.jit(do_not_specialize=["programs", "tokens", "first_class", "panels", "most", "group"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "tokens", "first_class", "panels", "group_limit", "group"])  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
     logits,
     stride,
@@ -271,10 +272,10 @@ def _statistics(  # type: ignore[no-untyped-def]
     class_weight,
     order,
     count,
-    laid,
+    planned_rows,
     width,
     panels,
-    most,
+    group_limit,
     programs,
     tokens,
     first_class,
@@ -283,7 +284,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     group,
     HAS_SELECTION: tl.constexpr,
     HAS_PANELS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -294,7 +295,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     if HAS_PANELS:
-        first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
+        first, here, height = panel_group(planned_rows, tokens, panels, group_limit, group, ROW_ALIGNMENT)
         start = first * width
         fresh = tl.where(first + here == panels, 1 << 30, 0)
         for row in range(tl.program_id(0), tl.where(here > 0, tl.load(count), 0), programs):
@@ -393,7 +394,7 @@ def _statistics_of_row(  # type: ignore[no-untyped-def]
     tl.store(label_logit + row, own, mask=here | (row < fresh))
 
 
-@triton.jit(do_not_specialize=["programs", "tokens", "first_class", "panels", "most", "group"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "tokens", "first_class", "panels", "group_limit", "group"])  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
     logits,
     logits_stride,
@@ -408,10 +409,10 @@ def _gradient(  # type: ignore[no-untyped-def]
     out_stride,
     order,
     count,
-    laid,
+    planned_rows,
     width,
     panels,
-    most,
+    group_limit,
     programs,
     tokens,
     first_class,
@@ -420,7 +421,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     group,
     HAS_SELECTION: tl.constexpr,
     HAS_PANELS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -431,9 +432,9 @@ def _gradient(  # type: ignore[no-untyped-def]
 ):
     # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
     if HAS_PANELS:
-        first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
+        first, here, height = panel_group(planned_rows, tokens, panels, group_limit, group, ROW_ALIGNMENT)
         selected = tl.load(count)
-        end = tl.minimum(tl.maximum(tl.cdiv(selected, WHOLE), 1) * WHOLE, tokens)
+        end = tl.minimum(tl.maximum(tl.cdiv(selected, ROW_ALIGNMENT), 1) * ROW_ALIGNMENT, tokens)
         here = tl.where(selected < 0, 0, here)
         for each in range(tl.program_id(0), here * end, programs):
             panel = each // end
@@ -441,7 +442,7 @@ def _gradient(  # type: ignore[no-untyped-def]
             at = (panel * height + row).to(tl.int64)
             start = (first + panel) * width
             columns = tl.minimum(classes - start, width)
-            stored = tl.minimum(tl.cdiv(columns, WHOLE) * WHOLE, width)  # products go on in zeros
+            stored = tl.minimum(tl.cdiv(columns, ROW_ALIGNMENT) * ROW_ALIGNMENT, width)  # products go on in zeros
             if EVEN:
                 columns = tl.multiple_of(columns, 16)
             stored = tl.multiple_of(stored, 16)
@@ -452,7 +453,7 @@ def _gradient(  # type: ignore[no-untyped-def]
             )  # fmt: skip
     elif HAS_SELECTION:
         selected = tl.load(count)
-        end = tl.minimum(tl.maximum(tl.cdiv(selected, WHOLE), 1) * WHOLE, tokens)
+        end = tl.minimum(tl.maximum(tl.cdiv(selected, ROW_ALIGNMENT), 1) * ROW_ALIGNMENT, tokens)
         for row in range(tl.program_id(0), tl.where(selected < 0, 0, end), programs):
             _gradient_of_row(
                 logits + tl.cast(row, tl.int64) * logits_stride, tl.load(order + row), labels, lse, of_probability,

@@ -70,7 +70,7 @@ def add_statistics(
         softcap: bound of the logits, applied after the bias.
         selection: the tokens that the first rows of the block belong to; later rows are not read. The first block
             gives the other tokens the highest logit 0, a sum of exponentials of 1, and 0 else. Where its count is
-            `panels.NOTHING` no number changes, here and in the other passes.
+            `row_counts.NOTHING` no number changes, here and in the other passes.
     """
     with on_device_of(logits):
         _passes(logits).add_statistics(
@@ -106,7 +106,7 @@ def logits_gradient(
         class_weight: (classes,).
         softcap: bound of the logits.
         selection: the tokens that the first rows of the block belong to; others have coefficients of 0. Rows after
-            them get zeros as far as `panels.WHOLE` says, and later ones stay as they are.
+            them get zeros as far as `row_counts.ROW_ALIGNMENT` says, and later ones stay as they are.
     """
     with on_device_of(logits):
         _passes(logits).logits_gradient(
@@ -166,8 +166,8 @@ def panel_gradients(
         first_class: of the first panel.
         coefficients: as in `logits_gradient`.
         out: (tokens, classes of a panel); as in `logits_gradient`. Rows after the selected ones get zeros in each panel
-            as far as `panels.WHOLE` says, and in Triton so do columns after the classes of the last one, up to the next
-            multiple of `panels.WHOLE`.
+            as far as `row_counts.ROW_ALIGNMENT` says, and in Triton so do columns after the classes of the last one,
+            up to the next multiple of that.
         selection: the tokens that the first rows of each panel belong to.
         panels: where they are.
         bias: (classes of all panels,).
