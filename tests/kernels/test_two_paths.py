@@ -21,7 +21,7 @@ from nothing_cases import CLASSES, DEPTH, ROWS, room, written
 from releases import only
 from two_paths_cases import MEMORY_ON_A_GPU, SIZES, SIZES_ON_A_GPU, TOKENS, labelled, memory_of, poisoned
 
-from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry
+from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry, path_buffer
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
@@ -156,7 +156,7 @@ def test_who_waits_for_the_gradient_of_hidden_states_gets_the_whole_once(count: 
             kept=kept, selection=selection, when_hidden_is_done=lambda done: heard.append(done.clone()),
         )  # fmt: skip
 
-    assert len(ways) == 1
+    assert len(ways) == 2  # one for each pass
     true = truth(inputs)
     [of_hidden] = heard
     torch.testing.assert_close(of_hidden[:count].double(), true["hidden"][inputs.alive])
@@ -227,11 +227,11 @@ def test_both_ways_stay_within_the_memory_and_one_has_blocks_as_wide_as_without_
 
     assert both is not None
     sums = hidden.numel() * 4 - hidden.nbytes
-    assert both.room(hidden).nbytes + sums + 64 * tokens <= 256 * MIB
+    assert path_buffer.allocate(both, hidden).nbytes + sums + 64 * tokens <= 256 * MIB
     computing = block_sizes.step_of(hidden, shard, Memory(masked="compute"))
-    assert both.some.width < both.whole.width <= computing
-    assert computing - both.whole.width <= CLASS_ALIGNMENT
-    assert both.some.width == block_sizes.step_of(hidden, shard, Memory(masked="skip"))
+    assert both.compact.panels.width < both.dense.panels.width <= computing
+    assert computing - both.dense.panels.width <= CLASS_ALIGNMENT
+    assert both.compact.panels.width == block_sizes.step_of(hidden, shard, Memory(masked="skip"))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_blocks_of_full_waves_are_wider_without_a_copy_too(sizes: tuple[int, int
         both = block_sizes.two_paths(hidden, shard, memory, select(torch.ones(tokens, dtype=torch.bool)))
 
     assert both is not None
-    assert both.some.width < both.whole.width
+    assert both.compact.panels.width < both.dense.panels.width
 
 
 @pytest.mark.parametrize(

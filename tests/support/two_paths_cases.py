@@ -10,7 +10,9 @@ from unittest import mock
 import torch
 from linear_cross_entropy_cases import IGNORED, Inputs, draw
 
+from megacpp_overlays.kernels.linear_cross_entropy import shard_passes
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.panel_path import PanelPath
 from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
 
 TOKENS = 300
@@ -41,23 +43,22 @@ def labelled(count: int, *, dtype: torch.dtype = torch.float64, seed: int = 0, *
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[list[TwoPaths]]:
-    """Let new memory hold nothing but NaN, and yield what is cut into two ways."""
-    ways: list[TwoPaths] = []
-    empty, empty_like, cut = torch.empty, torch.empty_like, TwoPaths.cut
+    """Fill new memory with NaN, and yield the plan of each pass that goes two paths."""
+    plans: list[TwoPaths] = []
+    empty, empty_like, panel_paths = torch.empty, torch.empty_like, shard_passes.panel_paths
 
     def spoil(made: torch.Tensor) -> torch.Tensor:
         if made.dtype == torch.uint8:
             return made.fill_(255)  # NaN in every dtype
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
-    def remember(*given: Any, **named: Any) -> TwoPaths | None:
-        made = cut(*given, **named)
-        ways.extend([made] if made else [])
-        return made
+    def remember(plan: TwoPaths, hidden: torch.Tensor, buffer: torch.Tensor) -> tuple[PanelPath, PanelPath]:
+        plans.append(plan)
+        return panel_paths(plan, hidden, buffer)
 
     with (
         mock.patch.object(torch, "empty", lambda *given, **named: spoil(empty(*given, **named))),
         mock.patch.object(torch, "empty_like", lambda *given, **named: spoil(empty_like(*given, **named))),
-        mock.patch.object(TwoPaths, "cut", remember),
+        mock.patch.object(shard_passes, "panel_paths", remember),
     ):
-        yield ways
+        yield plans

@@ -98,22 +98,23 @@ def panels_of(
 
 
 def two_paths(hidden: torch.Tensor, shard: Shard, memory: Memory, selection: Selection | None) -> TwoPaths | None:
-    """Return the ways for all tokens and for some; None where one will do.
+    """Plan a dense and a compact path for one pass over a shard; return None if one path serves every selection.
 
-    That is where blocks are as wide beside a copy as without one, where there is no copy, and where `auto` looks at masks
-    first. A rank of several sends its gradient beside the last product, of which there is none on a way that is empty.
+    One path serves if the copy of the hidden states makes no block narrower, if there is no copy, and with `auto`,
+    which looks at masks first. With several ranks there is one path, too: each sends its gradient while its last product
+    runs, and on a path that the device does not run there is no product.
     """
     if selection is None or memory.masked is not Masked.SKIP or not shard.is_whole:
         return None
     if shard.weight.dtype != hidden.dtype or is_one_block(hidden, shard, memory) or not copies(hidden, shard, memory):
         return None
-    some = step_of(hidden, shard, memory)
+    compact_width = step_of(hidden, shard, memory)
     beside = _of_sums(hidden) + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
-    whole = memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
-    whole = _with_full_waves(whole, hidden, shard, memory)
-    if whole <= some:
+    dense_width = memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
+    dense_width = _with_full_waves(dense_width, hidden, shard, memory)
+    if dense_width <= compact_width:
         return None
-    return TwoPaths.cut(selection, shard.classes, whole, some, shard.logits_dtype, memory.panels)
+    return TwoPaths.cut(selection, shard.classes, dense_width, compact_width, shard.logits_dtype, memory.panels)
 
 
 def copies(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:

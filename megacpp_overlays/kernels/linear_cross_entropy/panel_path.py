@@ -1,4 +1,4 @@
-"""A way through the panels of a pass over a vocabulary: what its products read, and where its logits are."""
+"""PanelPath: the inputs and the logits block of one pass over a vocabulary in panels (`masked_products.panels`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 
 class PanelPath(NamedTuple):
-    """One way."""
+    """Tensors of a forward or backward pass over the first classes of a shard."""
 
     hidden: torch.Tensor
-    """(tokens, hidden size): the rows that products read."""
+    """(tokens, hidden size), the dtype of the weight: left factor of the logits' product."""
     order: torch.Tensor | None
-    """(tokens,), int64: in which they take them; None if the selected ones come first."""
+    """(tokens,), int64: rows of `hidden` that products gather; None if `hidden` has the selected rows first."""
     selection: Selection
-    """The tokens that count. With `row_counts.NOTHING` as their number the whole way does nothing."""
+    """The tokens of this pass. If its count is `row_counts.NOTHING`, kernels of the path write nothing."""
     panels: Panels
-    """The classes."""
+    """Layout of the logits in `block`."""
     block: torch.Tensor
-    """(tokens, classes of a panel or more), for logits."""
-    first_rows: torch.Tensor | None
-    """(1,), int32: of how many rows a backward pass computes the logits of the first group; None if the block has them."""
+    """(tokens, panel width or more), the dtype of the logits: memory for one group of panels."""
+    recomputed_rows: torch.Tensor | None
+    """(1,), int32: rows of the first group that a backward pass computes again; None if the block still has them."""

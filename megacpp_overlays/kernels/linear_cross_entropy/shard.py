@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from megacpp_overlays.kernels.linear_cross_entropy.path_buffer import narrow
 from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
 from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
@@ -77,7 +78,7 @@ class Kept:
     """Logits that wait for the first backward pass, without bias and softcap."""
 
     block: torch.Tensor | None
-    """(tokens, classes from `first` to the last, and padding), or the memory of `paths`; None once they were taken."""
+    """(tokens, classes from `first` to the last, and padding), or the buffer of `paths`; None once they were taken."""
     first: int
     """Row of the shard's weight that the first column belongs to."""
     selection: Selection | None = None
@@ -85,14 +86,18 @@ class Kept:
     panels: Panels | None = None
     """Where the block holds the first group of these, instead of the classes from `first` on."""
     paths: TwoPaths | None = None
-    """Where it was filled by one of these."""
+    """The plan for the backward pass, if a forward pass on two paths filled the block; `block` is their buffer."""
 
     def bring_first(self, selection: Selection | None) -> None:
-        """Bring the rows of these tokens first, which have theirs here; or of all, for which the block may have to go."""
+        """Move the rows of a backward pass's tokens to the front of the block; drop a block that lacks rows of them.
+
+        Args:
+            selection: a subset of the tokens that have rows; None for all tokens.
+        """
         if self.block is None:
             return
         if selection is not None and self.paths is not None:
-            self.paths = self.paths.of_fewer(selection, self.block)
+            self.paths = narrow(self.paths, selection, self.block)
         elif selection is not None:
             moved = selection if self.selection is None else selection.among(self.selection)
             moved.bring_first(self.block, self.panels)

@@ -7,7 +7,8 @@ pass, all of them, and there is one block.
 
 Where tokens are selected, a block has their rows alone, one after the other, and its products end after them. How many
 they are only the device knows, so the memory of a block is that of all tokens; where few are selected it holds several
-blocks at a time, as `masked_products.panels` says. Where they may be all, `two_paths` says how that costs little.
+blocks at a time, see `masked_products.panels`. A copy of selected tokens costs time for nothing where all are selected;
+`two_paths` avoids that.
 
 cuBLAS through torch and the passes of `vocabulary_softmax`; no host synchronisation.
 """
@@ -28,6 +29,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.block_sizes import (
 from megacpp_overlays.kernels.linear_cross_entropy.gradient_sums import GradientSums
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory, padded
 from megacpp_overlays.kernels.linear_cross_entropy.panel_path import PanelPath
+from megacpp_overlays.kernels.linear_cross_entropy.path_buffer import allocate, keep_logits, panel_paths
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Kept, Shard, ShardGradients, Wanted
 from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
@@ -69,10 +71,10 @@ def shard_statistics(
     dtype = keep or shard.logits_dtype
     step = shard.classes if keep else step_of(hidden, shard, memory)
     if not keep and (both := two_paths(hidden, shard, memory, selection)):
-        room = both.room(hidden)
-        for path in both.through(hidden, room):
+        buffer = allocate(both, hidden)
+        for path in panel_paths(both, hidden, buffer):
             _panel_statistics(path, labels, shard, running)
-        return running, Kept(room, 0, selection, paths=both.once_filled())
+        return running, Kept(buffer, 0, selection, paths=keep_logits(both))
     products = Products(None if selection is None else selection.count)
     order = None
     if selection is not None:
@@ -128,7 +130,7 @@ def shard_gradients(
         both = two_paths(hidden, shard, memory, selection)
     if both is not None:
         return _gradients_of_both(
-            both, hidden, labels, shard, coefficients, both.room(hidden) if block is None else block, wanted,
+            both, hidden, labels, shard, coefficients, allocate(both, hidden) if block is None else block, wanted,
             when_hidden_is_done=when_hidden_is_done,
         )  # fmt: skip
     step = step_of(hidden, shard, memory)
@@ -208,20 +210,25 @@ def _gradients_of_both(
     labels: torch.Tensor,
     shard: Shard,
     coefficients: Coefficients,
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     wanted: Wanted,
     *,
     when_hidden_is_done: Callable[[torch.Tensor], None] | None,
 ) -> ShardGradients:
-    """Return the gradients that one of two ways gives; all else is as in `shard_gradients`.
+    """Return the gradients, from whichever of two paths the device runs.
 
-    Both write to the same place, each as if it were the only one.
+    Both paths write to the same sums, each as if it were the only one.
+
+    Args:
+        both: the plan of the paths.
+        hidden: as in `shard_gradients`, as is all that is not named here.
+        buffer: memory for either path, (bytes,), uint8. It has the logits that the plan does not compute again.
     """
     products = Products(both.selection.count)
     sums = GradientSums(hidden, shard, wanted, products, order=None, one_block=False, overwrite=False)
-    whole, some = both.through(hidden, room)
-    _add_panel_gradients(whole, labels, shard, coefficients, sums, begun=False, when_hidden_is_done=None)
-    _add_panel_gradients(some, labels, shard, coefficients, sums, begun=False, when_hidden_is_done=when_hidden_is_done)
+    dense, compact = panel_paths(both, hidden, buffer)
+    for path, done in ((dense, None), (compact, when_hidden_is_done)):
+        _add_panel_gradients(path, labels, shard, coefficients, sums, begun=False, when_hidden_is_done=done)
     return ShardGradients(sums.of_hidden, sums.of_weight, sums.of_bias)
 
 
@@ -250,8 +257,8 @@ def _add_panel_gradients(
     products = PanelProducts(selection.count, panels)
     weight, options = shard.part(slice(0, panels.classes))
     logits, gradient = block[:, : panels.width], block.view(path.hidden.dtype)[:, : panels.width]
-    if path.first_rows is not None:
-        first = PanelProducts(path.first_rows, panels)
+    if path.recomputed_rows is not None:
+        first = PanelProducts(path.recomputed_rows, panels)
         first.of_rows(path.hidden, weight.t(), out=logits, order=path.order)(0)
     multiply = products.of_rows(path.hidden, weight.t(), out=logits, order=path.order)
     turn = panel_gradients(
