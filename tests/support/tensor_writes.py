@@ -28,9 +28,10 @@ def _by_a_broadcast(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Receive from another rank, which is a thread."""
     store, limit = torch.distributed.HashStore(), datetime.timedelta(seconds=HANG_S)
 
-    def take_part(rank: int) -> None:
+    def take_part(rank: int) -> object:
         group = torch.distributed.ProcessGroupGloo(store, rank, 2, limit)
         group.broadcast([tensor if rank else new], torch.distributed.BroadcastOptions()).wait()
+        return group  # none ends while the other rank is still in the broadcast
 
     with ThreadPoolExecutor() as ranks:
         list(ranks.map(take_part, range(2)))
