@@ -525,7 +525,9 @@ def test_a_repaired_upstream_is_right_on_a_gpu(report: Report, version: str) -> 
 
 
 @pytest.mark.gpu
-def test_a_step_after_the_first_neither_synchronises_nor_holds_all_logits(releases: Releases, run_python: Callable[..., Any]) -> None:
+def test_a_step_after_the_first_neither_synchronises_nor_holds_all_logits(
+    releases: Releases, run_python: Callable[..., Any]
+) -> None:
     code = """
 import megacpp_overlays
 import torch
