@@ -27,13 +27,13 @@ _WEIGHT = re.compile(r"weight(\d*)")
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def _create_emerging_optimizer(
-        config: Any, groups: Any, name: str, models: Sequence[Any], *more: Any, **named: Any
+        config: Any, param_groups: Any, eopt_name: str, model_chunks: Sequence[Any], pg_collection: Any
     ) -> Any:
-        halves = list(_halves(models)) if name in _MUON else []
+        halves = list(_halves(model_chunks)) if eopt_name in _MUON else []
         for parameter, rows in halves:
             parameter.is_qkv = True
             setattr(parameter, _SHAPES, list(rows))
-        optimizer, initialise = original(config, groups, name, models, *more, **named)
+        optimizer, initialise = original(config, param_groups, eopt_name, model_chunks, pg_collection)
         if halves and not optimizer.split_qkv:
             optimizer.split_qkv, optimizer.is_qkv_fn = True, _is_of_two
         return optimizer, initialise

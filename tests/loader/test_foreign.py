@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -256,6 +257,7 @@ def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
         go_on.wait(HANG_S)
         return take_out(*args)
 
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # undo refuses while another thread drops graphs
     current = session(rested.overlay)
     current.arm()
     layers = rested.layers
@@ -272,10 +274,7 @@ def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
     for each in threads:
         each.join(HANG_S)
     assert has_waited
-    assert the_record(current).decision in {
-        Decision.DISABLED,
-        Decision.CONFLICT,
-    }  # whether it began to wait before the audit was done
+    assert the_record(current).decision is Decision.DISABLED
     assert layers.double(1) == 3
 
 

@@ -80,12 +80,18 @@ def test_another_liger_kernel_and_a_rank_that_is_off_are_told_together(
         ["megacpp_overlays", "mode", [["auto", [0, 2, 3]], ["off", [1]]]],
         *(
             [each, "version", [["0.8.1", [0, 1, 3]], ["0.8.2", [2]]]]
-            for each in (LIGER, "liger-flce-labelled", *["liger-flce-frozen-states"] * 2, "liger-glm4v-norms")
+            for each in (
+                LIGER,
+                "liger-flce-labelled",
+                *["liger-flce-frozen-states"] * 2,
+                "liger-glm4v-norms",
+                "liger-flce-strided-gradients",
+            )
         ),
     ]
     assert error["text"].startswith("4 ranks do not run the same code: ranks 1-2 differ from the other 2\n")
     assert "- megacpp_overlays: give every process the same MEGACPP_OVERLAYS\n" in error["text"]
-    assert f"- {LIGER} and 3 more: install the same liger-kernel everywhere" in error["text"]
+    assert f"- {LIGER} and 4 more: install the same liger-kernel everywhere" in error["text"]
 
 
 @pytest.mark.parametrize(

@@ -824,7 +824,10 @@ def test_looking_imports_nothing_and_touches_no_device(run_python: Callable[...,
 @pytest.mark.parametrize(
     ("python", "ours"),
     [
-        (ROOT / ".venv/bin/python", {"liger-flce-none-backward", "liger-flce-frozen-states"}),
+        (
+            ROOT / ".venv/bin/python",
+            {"liger-flce-none-backward", "liger-flce-frozen-states", "liger-flce-strided-gradients"},
+        ),
         pytest.param(
             ROOT / ".envs/edge/bin/python",
             {"liger-flce-frozen-states", "loss-parallel-log-softmax"},
