@@ -18,10 +18,8 @@ _KERNEL = "element_mul_kernel"
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    def fused_linear_cross_entropy_backward(
-        grad_output: Any, grad_input: Any, grad_weight: Any, *grad_bias: Any, **named: Any
-    ) -> Any:
-        return original(grad_output, _in_rows(grad_input), _in_rows(grad_weight), *grad_bias, **named)
+    def fused_linear_cross_entropy_backward(grad_output: Any, grad_input: Any, grad_weight: Any, grad_bias: Any) -> Any:
+        return original(grad_output, _in_rows(grad_input), _in_rows(grad_weight), grad_bias)
 
     return fused_linear_cross_entropy_backward
 

@@ -41,12 +41,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 def _keeps_main_weights(whole: Any) -> bool:
     """Return whether a distributed optimizer gives weights of the model to one within, which keeps main weights."""
-    settings = (
-        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-        "use_precision_aware_optimizer",
-    )  # the second of 0.11 and 0.12
-    found = (getattr(whole.config, each, None) for each in settings)
-    is_on = next((each for each in found if each is not None), False)
+    older = getattr(whole.config, "use_precision_aware_optimizer", False)  # of 0.11 and 0.12
+    is_on = getattr(whole.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", older)
     return bool(is_on) and hasattr(whole, "shard_float16_groups")
 
 

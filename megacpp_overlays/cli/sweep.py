@@ -44,7 +44,7 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "sweep", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--offline", action="store_true", help="ask nobody, use the saved answers")
+    source.add_argument("--offline", action="store_true", help="use the saved answers, without a network")
     write_help = "keep the new answers in packs/threads.json; what is kept is not asked for again on the same day (UTC)"
     source.add_argument("--write", action="store_true", help=write_help)
     parser.add_argument("--since", metavar="DATE", type=_day, help="tell what happened on or after this day (UTC)")

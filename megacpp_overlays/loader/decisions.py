@@ -8,7 +8,7 @@ from megacpp_overlays.model import Decision
 
 
 class DecisionTraits(NamedTuple):
-    """How one decision is treated."""
+    """Treatment of one decision in logs, reports and dependencies."""
 
     place_in_counts: int
     """In a line that counts."""
@@ -19,7 +19,7 @@ class DecisionTraits(NamedTuple):
     is_warned: bool = False
     """Whether a run is warned of it."""
     needs_attention: bool = False
-    """Whether somebody has to look at each; all that is unproved on a release has one command."""
+    """Whether a person must look at each record of it; unproved ones of a release have one command for all."""
     can_be_switched_off: bool = False
     """Whether its reader may want the variable that ends it."""
     can_be_deleted: bool = False
@@ -56,6 +56,6 @@ FIRST = tuple(TRAITS)
 WARNED = tuple(each for each in FIRST if TRAITS[each].is_warned)
 """Decisions that a run is warned of, the worst first."""
 ATTENTION = tuple(each for each in FIRST if TRAITS[each].needs_attention)
-"""Decisions that somebody has to look at one by one, the worst first."""
+"""Decisions whose records a person must look at one by one, the worst first."""
 COUNTED = tuple(sorted(FIRST, key=lambda each: TRAITS[each].place_in_counts))
 """Decisions in the order of a line that counts."""

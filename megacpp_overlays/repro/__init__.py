@@ -2,7 +2,15 @@
 
 from megacpp_overlays.repro.case import Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.repro.cpu_for_gpu import cpu_for_gpu
-from megacpp_overlays.repro.fsdp import compared, fsdp_on_cpu, fully_shard_module, meshes_on_cpu, step_beside
+from megacpp_overlays.repro.fsdp import (
+    compared,
+    fsdp_on_cpu,
+    fully_shard_module,
+    meshes_on_cpu,
+    step_beside,
+    weights_of_all_ranks,
+)
+from megacpp_overlays.repro.interpreter import triton_interpreter
 from megacpp_overlays.repro.neighbour import Neighbour, beside
 from megacpp_overlays.repro.worlds import on_ranks
 
@@ -20,4 +28,6 @@ __all__ = [
     "meshes_on_cpu",
     "on_ranks",
     "step_beside",
+    "triton_interpreter",
+    "weights_of_all_ranks",
 ]

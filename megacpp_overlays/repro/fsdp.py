@@ -89,6 +89,27 @@ def step_beside(model: Any, plain: Any, optimizer: Any, *, rank: int, microbatch
     optimizer.step()
 
 
+def weights_of_all_ranks(model: Any, *, is_sharded: bool) -> Any:
+    """Return all weights of a `MegatronFSDP` in one row, as its optimizer has them.
+
+    Args:
+        model: after it was prepared with an optimizer.
+        is_sharded: whether ranks hold parts of weights, whole rows in order and not equally many.
+    """
+    import torch
+
+    model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers are given what it puts there
+    rows = []
+    for each in model.parameters():
+        row = (each.to_local() if hasattr(each, "to_local") else each).detach().flatten().clone()
+        parts: list[Any] = [row]
+        if is_sharded:
+            parts = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, row)
+        rows += [part.to(row.device) for part in parts]
+    return torch.cat(rows)
+
+
 def compared(found: Mapping[str, list[float]], what: str) -> tuple[float, float]:
     """Return how many times as large the numbers `what` of all ranks are as `right what`, by least squares, and how far off they are, relative."""
     import torch

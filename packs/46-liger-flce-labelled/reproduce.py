@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
+from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent, triton_interpreter
 
 STEPS, TIMED = 3, 20
 
@@ -28,17 +28,8 @@ class Shape(NamedTuple):
 
 
 def _interpreter() -> Behaviour:
-    import numpy
-    import triton
-
-    try:
+    with triton_interpreter():
         return _measure(Shape(512, 16, 32, "float32", 1e-4), "cpu")
-    except Exception as error:
-        # Triton 3.6 turns arrays of one element into numbers, which numpy refuses since 2.4.
-        if "only 0-dimensional arrays" not in str(error):
-            raise
-        versions = f"triton {triton.__version__} does not work with numpy {numpy.__version__}; take numpy below 2.4"
-        raise Blocked(f"the interpreter of {versions}") from error
 
 
 def _gpu() -> Behaviour:

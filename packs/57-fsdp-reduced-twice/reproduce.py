@@ -10,7 +10,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, compared, fsdp_on_cpu, fully_shard_module, on_ranks, step_beside
+from megacpp_overlays.repro import (
+    Behaviour,
+    Case,
+    compared,
+    fsdp_on_cpu,
+    fully_shard_module,
+    on_ranks,
+    step_beside,
+    weights_of_all_ranks,
+)
 
 OVERLAY = "fsdp-reduced-twice"
 RANKS, HIDDEN, MICROBATCHES = 2, 4, 3
@@ -72,28 +81,11 @@ def _learned(sharded: str, mean: bool, overlap: bool, microbatches: int, each_sy
         sync_model_each_microbatch=each_synchronizes,
     )
     model.ddp_config.gradient_reduce_div_fusion = False  # as Megatron's option: gloo cannot multiply while it sums
-    before = _whole(model, sharded)
+    before = weights_of_all_ranks(model, is_sharded=sharded != "no_shard")
     step_beside(model, plain, optimizer, rank=rank, microbatches=microbatches)
     right = torch.cat([each.grad.flatten() for each in plain.parameters()])
     torch.distributed.all_reduce(right)
-    return {"change": before - _whole(model, sharded), "right change": right / (RANKS if mean else 1)}
-
-
-def _whole(model: Any, sharded: str) -> Any:
-    """Return all weights in one row, as the optimizer has them."""
-    import torch
-
-    model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers are given what it puts there
-    rows = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
-    return torch.cat([each.detach().flatten().clone() if sharded == "no_shard" else _gathered(each.detach()) for each in rows])
-
-
-def _gathered(part: Any) -> Any:
-    import torch
-
-    parts: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(parts, part.flatten().clone())
-    return torch.cat(parts)
+    return {"change": before - weights_of_all_ranks(model, is_sharded=sharded != "no_shard"), "right change": right / (RANKS if mean else 1)}
 
 
 CASES = (Case(name="unsharded-cpu", overlay=OVERLAY, device="cpu", versions=("torch",), run=_run),)

@@ -10,7 +10,7 @@ import inspect
 import itertools
 from typing import Any, NamedTuple
 
-from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
+from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent, triton_interpreter
 
 OVERLAY = "liger-flce-frozen-states"
 SCALE = 1.5
@@ -33,17 +33,8 @@ REFUSED = ("'NoneType' object has no attribute 'detach'", "variable 'grad_weight
 
 
 def _interpreter() -> Behaviour:
-    import numpy
-    import triton
-
-    try:
+    with triton_interpreter():
         return _measured(SMALL, "cpu")
-    except Exception as error:
-        # Triton 3.6 turns arrays of one element into numbers, which numpy refuses since 2.4.
-        if "only 0-dimensional arrays" not in str(error):
-            raise
-        versions = f"triton {triton.__version__} does not work with numpy {numpy.__version__}; take numpy below 2.4"
-        raise Blocked(f"the interpreter of {versions}") from error
 
 
 def _gpu() -> Behaviour:

@@ -20,6 +20,7 @@ from megacpp_overlays.repro import (
     fully_shard_module,
     on_ranks,
     step_beside,
+    weights_of_all_ranks,
 )
 
 OVERLAY = "fsdp-fused-accumulation"
@@ -96,11 +97,11 @@ def _learned(sharded: str, fused: bool, overlap: bool, microbatches: int, device
         sync_model_each_microbatch=False,
     )
     model.ddp_config.gradient_reduce_div_fusion = False  # as Megatron's option: gloo cannot multiply while it sums
-    before = _whole(model, sharded)
+    before = weights_of_all_ranks(model, is_sharded=sharded != "no_shard")
     step_beside(model, plain, optimizer, rank=rank, microbatches=microbatches)
     right = torch.cat([each.grad.flatten() for each in plain.parameters()])
     torch.distributed.all_reduce(right)
-    return {"change": before - _whole(model, sharded), "right change": right / ranks}
+    return {"change": before - weights_of_all_ranks(model, is_sharded=sharded != "no_shard"), "right change": right / ranks}
 
 
 def _fused_layer(device: str) -> Any:
@@ -134,23 +135,6 @@ def _fused_layer(device: str) -> Any:
             return Product.apply(states, self.weight)
 
     return FusedLinear
-
-
-def _whole(model: Any, sharded: str) -> Any:
-    """Return all weights in one row, as the optimizer has them."""
-    import torch
-
-    model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers are given what it puts there
-    rows = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
-    return torch.cat([each.detach().flatten().clone() if sharded == "no_shard" else _gathered(each.detach()) for each in rows])
-
-
-def _gathered(part: Any) -> Any:
-    import torch
-
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, part.flatten().clone())
-    return torch.cat([each.to(part.device) for each in parts])
 
 
 _case = functools.partial(Case, overlay=OVERLAY)

@@ -5,7 +5,6 @@ The case and the neighbours of pack 58 run on releases, in a process of its own 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +14,6 @@ import pytest
 import torch
 from liger_releases import Releases
 from placed_seams import placed, without_overlays
-from places import SUPPORT
 from releases import daily, newest
 from reproduced_pack import assert_repaired
 
@@ -28,9 +26,6 @@ from megacpp_overlays.source.file_trees import DirectoryTree
 NEWEST = newest("liger-kernel")
 RELEASES = ("0.6.5", "0.7.0", "0.8.1", "0.8.2", NEWEST)
 RIGHT = ("0.5.8", "0.6.2")
-CODE = (
-    f"import runpy, sys; sys.argv[1:] = ['58']; runpy.run_path({str(SUPPORT / 'reproduced.py')!r}, run_name='__main__')"
-)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +38,7 @@ def releases(wheel: Callable[[str, str], Path]) -> Releases:
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(
     releases: Releases, run_python: Callable[..., Any], version: str
 ) -> None:
-    measured = json.loads(releases.python(run_python, version, CODE, TRITON_INTERPRET="1").stdout)
+    measured = releases.reproduced(run_python, version, "58")
 
     assert_repaired(measured, parts=2)
 

@@ -5,7 +5,6 @@ The case and the neighbours of pack 72 run on releases, in a process of its own 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from liger_releases import Releases
-from places import SUPPORT
 from releases import daily, newest
 from reproduced_pack import assert_neighbours_are_the_same, assert_repaired
 
@@ -27,7 +25,6 @@ pytestmark = pytest.mark.upstream
 
 NEWEST = newest("liger-kernel")
 RELEASES = ("0.5.10", "0.6.5", "0.7.0", "0.8.4")
-CODE = f"import runpy, sys; sys.argv[1:] = ['72', 'neighbours']; runpy.run_path({str(SUPPORT / 'reproduced.py')!r}, run_name='__main__')"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def releases(wheel: Callable[[str, str], Path]) -> Releases:
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(
     releases: Releases, run_python: Callable[..., Any], version: str
 ) -> None:
-    measured = json.loads(releases.python(run_python, version, CODE, TRITON_INTERPRET="1").stdout)
+    measured = releases.reproduced(run_python, version, "72", "neighbours")
 
     assert_repaired(measured)
     assert_neighbours_are_the_same(measured)

@@ -58,6 +58,19 @@ class Releases:
             self._reports[key] = json.loads(done.stdout)
         return self._reports[key]
 
+    def reproduced(self, run_python: Callable[..., Any], version: str, pack: str, *words: str) -> Any:
+        """Return what the cases of a pack see in Triton's interpreter, with every overlay and with none.
+
+        Args:
+            run_python: the fixture.
+            version: of liger-kernel.
+            pack: two digits of its number.
+            words: further ones of `reproduced.py`.
+        """
+        path = str(SUPPORT / "reproduced.py")
+        code = f"import runpy, sys; sys.argv[1:] = {[pack, *words]}; runpy.run_path({path!r}, run_name='__main__')"
+        return json.loads(self.python(run_python, version, code, TRITON_INTERPRET="1").stdout)
+
     def python(
         self, run_python: Callable[..., Any], version: str, code: str, *, measured: bool = False, **variables: str
     ) -> Any:

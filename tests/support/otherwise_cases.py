@@ -9,22 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from edited_code import Case, Edit, appended, archive
 from installed import tree_of
 from probing import ParsedOnce, parsed_once
-from repair_cases import (
-    ATTACHED_GLOBALLY,
-    COUNTED,
-    OLD_COPY,
-    OLD_REDUCE,
-    REDUCE,
-    REFRESHED,
-    UTILS,
-    Case,
-    Edit,
-    appended,
-    archive,
-    switched_on,
-)
+from tilelang_files import OLD_COPY, OLD_REDUCE, REDUCE, UTILS, switched_on
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
@@ -102,6 +90,13 @@ from megacpp_overlays.feature_probes import (
     triton_register_operands,
 )
 from megacpp_overlays.model import Verdict
+
+# Places of megatron-core that are broken as they are.
+REFRESHED = "            self.optimizer.update_fp32_param_by_new_param()\n            return\n"
+ATTACHED_GLOBALLY = (
+    "        probs = self.attach_and_log_load_balancing_loss(\n            probs,\n            global_aux_loss_coeff,\n"
+)
+COUNTED = "        self.step(increment=num_steps)\n"
 
 
 @dataclasses.dataclass(frozen=True)
