@@ -441,5 +441,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("liger_kernel.ops.fused_linear_cross_entropy",),
     ),
+    DeclarationSummary(
+        id="dcp-frozen-optimizer-state",
+        installs=True,
+        off_by_default=False,
+        targets=("torch.distributed.checkpoint.state_dict",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -32,7 +32,13 @@ def test_without_its_module_a_target_is_absent(erratum: Erratum) -> None:
 
 
 NOT_BY_ITS_NAME = {
-    *("compile-budget-dropout", "dcp-fresh-optimizer-state", "fsdp-fused-accumulation", "fsdp-lone-rank-gradients"),
+    *(
+        "compile-budget-dropout",
+        "dcp-fresh-optimizer-state",
+        "dcp-frozen-optimizer-state",
+        "fsdp-fused-accumulation",
+        "fsdp-lone-rank-gradients",
+    ),
     *(
         "fsdp-reduced-twice",
         "fsdp2-per-token-loss",

@@ -108,6 +108,7 @@ EXPECTED = {
     "triton-register-operands": (TRITON, (*("absent",) * 5, "retired")),
     "compile-budget-dropout": (TORCH, ("active",) * 6),
     "dcp-fresh-optimizer-state": (TORCH, ("active",) * 6),
+    "dcp-frozen-optimizer-state": (TORCH, ("active",) * 6),
     "loss-parallel-log-softmax": (TORCH, ("active",) * 6),
     "mix-order-reduction-views": (TORCH, (*("active",) * 5, "retired")),
     "trainer-moe-aux-loss": (TRANSFORMERS, ("disabled",) * 6),
