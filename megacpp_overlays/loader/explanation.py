@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.loader.overview import Line, seams, wrapped
+from megacpp_overlays.loader.fields import fields
+from megacpp_overlays.loader.overview import Line, wrapped
 from megacpp_overlays.loader.provenance import of_note
-from megacpp_overlays.loader.rendering import consequence
 from megacpp_overlays.model import Decision, Overlay, Record
 
 _KEY = 11
@@ -40,25 +40,23 @@ def explained(records: Sequence[Record], facts: Sequence[tuple[str, str]] = ()) 
 
 
 def _part(record: Record) -> Iterator[Line]:
-    target, found = record.overlay.target, record.finding
-    version = f" {record.version}" if record.version else ""
-    shape = f", shape {found.shape}" if found and found.shape else ""
-    seen = f": {record.verdict}{shape}" if found else ""
-    yield from _field("here", f"{record.decision.value} on {target.distribution}{version}{seen}", record.decision.value)
+    target, found, texts = record.overlay.target, record.finding, fields(record)
+    seen = f": {texts.verdict}" if texts.verdict else ""
+    yield from _field("here", f"{record.decision.value} on {texts.installed}{seen}", record.decision.value)
     yield from _field("", target.module)
     yield from _field("", f"  {target.symbol}")
     if found is None or record.decision not in {Decision.ACTIVE, Decision.RETIRED}:
-        yield from _field("reason", record.reason)
+        yield from _field("reason", texts.reason)
     for number, each in enumerate(found.evidence if found else ()):
         yield from _field("" if number else "seen", each.seen)
         if each.file:
             yield from _field("", f"  {_place(each.file)}:{each.line}" if each.line else f"  {_place(each.file)}")
     if (known := of_note(record)) is not None:
         yield from _field("proved by", known.value)
-    for number, seam in enumerate(seams(record)):
+    for number, seam in enumerate(texts.seams):
         yield from _field("" if number else "replaced", seam)
-    if (effect := consequence(record)) and record.decision is not Decision.ACTIVE:
-        yield from _field("so", effect)
+    if texts.effect and record.decision is not Decision.ACTIVE:
+        yield from _field("so", texts.effect)
 
 
 def _place(file: str) -> str:

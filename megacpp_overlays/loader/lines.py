@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megacpp_overlays.loader.decisions import ATTENTION, COUNTED, FIRST, TRAITS, WARNED
-from megacpp_overlays.loader.rendering import consequence
+from megacpp_overlays.loader.fields import fields
 from megacpp_overlays.model import Decision, Erratum, Record, Verdict
 
 HEAD = "[megacpp_overlays] "
@@ -30,13 +30,13 @@ def told(record: Record) -> str:
     if is_warning(record):
         return warning(record)
     if record.decision is Decision.DISABLED and verdict is Verdict.BROKEN and not record.overlay.off_by_default:
-        return f"off: {_name(record.overlay)}, so {record.overlay.breaks}"
+        return f"off: {fields(record).name}, so {record.overlay.breaks}"
     return ""
 
 
 def active(overlay: Erratum) -> str:
     """Return the line of an active overlay, in at most `LONGEST` characters with its head: what it repairs, until when."""
-    head, middle = f"active: {_name(overlay)} repairs ", "; delete when "
+    head, middle = f"active: {overlay.id} (pack {overlay.pack:02}) repairs ", "; delete when "
     left = LONGEST - len(HEAD) - len(head) - len(middle)
     if overlay.brief and overlay.until:
         return f"{head}{overlay.brief}{middle}{overlay.until}"
@@ -55,46 +55,38 @@ def is_warning(record: Record) -> bool:
 def unproved(record: Record) -> str:
     """Return the one line of all overlays that are unproved on a release."""
     return (
-        f"WARNING unproved: {_installed(record)} is not a release that this package knows; overlays whose defect may be in it "
+        f"WARNING unproved: {fields(record).installed} is not a release that this package knows; overlays whose defect may be in it "
         f"are not installed until their reproducers have run on it | what to do: {WITNESS}"
     )
 
 
 def warning(record: Record) -> str:
     """Return the line of what needs a person: what is wrong, what that means for the run, and what to do."""
-    overlay = record.overlay
-    where = f"{overlay.target.module}, {_installed(record)}"
-    said = [f"WARNING {record.decision.value}: {_name(overlay)} on {where}: {record.reason}"]
-    said += [consequence(record)] if consequence(record) else []
-    if record.decision is Decision.CONFLICT:
-        said.append(f"what to do: megacpp-overlays audit {overlay.id}")
-    else:
-        said.append(f"delete when {overlay.retire_when}")
-    said.append(f"off: {overlay.variable}=off")
-    return " | ".join(said)
+    overlay, found = record.overlay, fields(record)
+    where = f"{overlay.target.module}, {found.installed}"
+    is_conflict = record.decision is Decision.CONFLICT
+    parts = [
+        f"WARNING {record.decision.value}: {found.name} on {where}: {found.reason}",
+        found.effect,
+        f"what to do: megacpp-overlays audit {overlay.id}" if is_conflict else f"delete when {found.deleted}",
+        f"off: {found.off}",
+    ]
+    return " | ".join(filter(None, parts))
 
 
 def detail(record: Record) -> str:
     """Return all that is known of a decision in one line, which needs no other line to be understood."""
-    overlay = record.overlay
-    parts = [f"{record.decision.value}: {_name(overlay)} on {_installed(record)}", record.reason]
-    if record.decision is Decision.ACTIVE:
-        parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
-        parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
-    parts += [consequence(record)] if consequence(record) else []
-    if TRAITS[record.decision].can_be_deleted:
-        parts.append(f"delete when {overlay.retire_when}")
-    if TRAITS[record.decision].can_be_switched_off:
-        parts.append(f"off: {overlay.variable}=off")
-    return " | ".join(parts)
-
-
-def _name(overlay: Erratum) -> str:
-    return f"{overlay.id} (pack {overlay.pack:02})"
-
-
-def _installed(record: Record) -> str:
-    return f"{record.overlay.target.distribution} {record.version or ''}".rstrip()
+    found = fields(record)
+    parts = [
+        f"{record.decision.value}: {found.name} on {found.installed}",
+        found.verdict,
+        found.reason,
+        f"replaced in {record.overlay.target.module}: {', '.join(found.seams)}" if found.seams else "",
+        found.effect,
+        f"delete when {found.deleted}" if found.deleted else "",
+        f"off: {found.off}" if found.off else "",
+    ]
+    return " | ".join(filter(None, parts))
 
 
 def by_overlay(records: Sequence[Record]) -> dict[str, Decision]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megacpp_overlays import terminal_text
 from megacpp_overlays.loader import provenance
 from megacpp_overlays.loader.decisions import ATTENTION, TRAITS, WARNED
+from megacpp_overlays.loader.fields import Fields, fields
 from megacpp_overlays.loader.lines import WITNESS, by_overlay, calls, counted
-from megacpp_overlays.loader.rendering import consequence
 from megacpp_overlays.model import Decision, Record
 
 WIDTH = 79
@@ -63,7 +63,7 @@ def full(
         if chosen:
             lines += [Line(""), _heading(_QUIET.get(decision, decision.value), decision)]
         for record in chosen:
-            lines += [Line(f"  {_name(record)}"), *_plain(_notes(record))]
+            lines += [Line(f"  {_title(fields(record))}"), *_plain(_notes(record))]
     return lines
 
 
@@ -82,13 +82,15 @@ def _attention(records: Sequence[Record]) -> Iterable[Line]:
     yield _heading("needs attention", Decision.CONFLICT if chosen else Decision.UNPROVED)
     active = {record.overlay.id for record in records if record.decision is Decision.ACTIVE}
     for record in chosen:
-        overlay = record.overlay
-        yield Line(f"  {record.decision.value}: {_name(record)}", record.decision.value)
-        notes = [record.reason, consequence(record)]
-        notes += ["it is active in another module"] if overlay.id in active else []
-        if record.decision is Decision.CONFLICT:
-            notes.append(f"more: megacpp-overlays audit {overlay.id}")
-        notes.append(f"off: {overlay.variable}=off")
+        overlay, found = record.overlay, fields(record)
+        yield Line(f"  {record.decision.value}: {_title(found)}", record.decision.value)
+        notes = [
+            found.reason,
+            found.effect,
+            "it is active in another module" if overlay.id in active else "",
+            f"more: megacpp-overlays audit {overlay.id}" if record.decision is Decision.CONFLICT else "",
+            f"off: {found.off}",
+        ]
         yield from _plain(_indented(notes))
     yield from _unproved(waiting)
 
@@ -130,12 +132,11 @@ def _active(records: Sequence[Record], unconcerned: Collection[str]) -> Iterable
     yield _heading("active", Decision.ACTIVE)
     counts = calls(records)
     for name, record in chosen.items():
-        yield Line(f"  {_name(record)}{_unless_release(record)}")
+        overlay, found = record.overlay, fields(record)
+        yield Line(f"  {_title(found)}{_unless_release(record)}")
         called = f"; {_called(counts[name])}" if name in counts else ""
-        symptom = f"without it: {record.overlay.symptoms[0]}" if record.overlay.symptoms else ""
-        yield from _plain(
-            _indented([symptom, record.overlay.title + called, f"delete when {record.overlay.retire_when}"])
-        )
+        symptom = f"without it: {overlay.symptoms[0]}" if overlay.symptoms else ""
+        yield from _plain(_indented([symptom, overlay.title + called, f"delete when {found.deleted}"]))
 
 
 def _quiet(records: Sequence[Record]) -> Iterable[Line]:
@@ -146,7 +147,7 @@ def _quiet(records: Sequence[Record]) -> Iterable[Line]:
         yield Line("")
         yield _heading("retired: upstream is right here, without it", Decision.RETIRED)
         for record in retired.values():
-            yield from _plain(wrapped(f"{_name(record)}{_unless_release(record)}", "  ", "      "))
+            yield from _plain(wrapped(f"{_title(fields(record))}{_unless_release(record)}", "  ", "      "))
     names = {decision: [name for name, each in decided.items() if each is decision] for decision in _QUIET}
     if any(names.values()):
         yield Line("")
@@ -155,9 +156,8 @@ def _quiet(records: Sequence[Record]) -> Iterable[Line]:
             yield from _plain(wrapped(", ".join(names[decision]), f"{word:8}", " " * 8))
 
 
-def _name(record: Record) -> str:
-    overlay = record.overlay
-    return f"{overlay.id} (pack {overlay.pack:02}), {overlay.target.distribution} {record.version or ''}".rstrip()
+def _title(found: Fields) -> str:
+    return f"{found.name}, {found.installed}"
 
 
 def _unless_release(record: Record) -> str:
@@ -172,25 +172,19 @@ def _called(count: int) -> str:
 
 def _notes(record: Record) -> list[str]:
     """Return all that is known of a decision."""
-    overlay = record.overlay
-    shape = f", shape {record.shape}" if record.finding and record.finding.shape else ""
-    known = provenance.of_note(record)
-    proved = f", proved by: {known.value}" if known else ""
-    notes = [f"{record.verdict}{shape}{proved}" if record.finding else "", record.reason, consequence(record)]
-    if record.seams:
-        notes.append(f"replaced in {overlay.target.module}: {', '.join(seams(record))}")
-    for name, count in record.calls if calls([record]) else ():
-        notes.append(f"{name.removeprefix(f'{overlay.target.module}.')} {_called(count)}")
-    if TRAITS[record.decision].can_be_switched_off:
-        notes.append(f"off: {overlay.variable}=off")
-    if TRAITS[record.decision].can_be_deleted:
-        notes.append(f"delete when: {overlay.retire_when}")
-    return _indented(notes)
-
-
-def seams(record: Record) -> list[str]:
-    """Return what leads to a seam now: inside of the target by what it is called there, elsewhere by its full name."""
-    return [name.removeprefix(f"{record.overlay.target.module}.") for name in (*record.seams, *record.rebound)]
+    found, module, known = fields(record), record.overlay.target.module, provenance.of_note(record)
+    counted_calls = record.calls if calls([record]) else ()
+    return _indented(
+        [
+            found.verdict + (f", proved by: {known.value}" if known else ""),
+            found.reason,
+            found.effect,
+            f"replaced in {module}: {', '.join(found.seams)}" if found.seams else "",
+            *(f"{name.removeprefix(f'{module}.')} {_called(count)}" for name, count in counted_calls),
+            f"off: {found.off}" if found.off else "",
+            f"delete when: {found.deleted}" if found.deleted else "",
+        ]
+    )
 
 
 def _heading(text: str, decision: Decision) -> Line:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from megacpp_overlays import terminal_text
-from megacpp_overlays.model import UNDECIDED, Decision, Record, Verdict
+from megacpp_overlays.model import Record
 
 
 class DecisionData(TypedDict):
@@ -75,27 +75,6 @@ class LeftAuditData(AuditWithCopiesData, total=False):
 
     model: ModelData
     ranks: AgreementData
-
-
-def consequence(record: Record) -> str:
-    """Return what the decision means for the run; empty where upstream is fixed, absent or not known yet."""
-    breaks = record.overlay.breaks
-    verdict = record.finding.verdict if record.finding else None
-    if record.decision is Decision.ACTIVE:
-        return f"without it: {breaks}"
-    if record.decision is Decision.GATED:
-        return ""  # the reason says it, before it says what to do
-    if not record.overlay.installs and record.decision is Decision.CONFLICT:
-        return f"if this is the combination, {breaks}"
-    if record.decision is Decision.CONFLICT and record.seams:
-        return f"if what is there now does not repair it, {breaks}"
-    if verdict is Verdict.BROKEN:
-        return f"nothing is installed, so {breaks}"
-    if record.decision is Decision.CONFLICT and verdict is Verdict.FIXED:
-        return f"nothing is installed; if what is loaded does not repair it, {breaks}"
-    if record.decision in UNDECIDED:
-        return f"nothing is installed; if upstream is still broken, {breaks}"
-    return ""
 
 
 def as_dict(record: Record) -> DecisionData:

@@ -90,7 +90,7 @@ def test_details_are_told_at_their_level(
     for word in (
         "active: double-fix (pack 99)",
         "return x + x + 1 (layers.py:7)",
-        f"replaced {upstream.module_name}.double",
+        f"replaced in {upstream.module_name}: double",
         "without it: every double is one too large",
         "delete when upstream doubles without adding one",
         "off: MEGACPP_OVERLAY_DOUBLE_FIX=off",
