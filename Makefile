@@ -92,8 +92,8 @@ proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatr
 	    --write proof/results/bridge-cpu.md
 
 .PHONY: other-patches
-other-patches: .envs/foreign/.ready ## apply the patches of other libraries before overlays and after; writes docs/other-patches.md, and fails if the audit does not name one that matters
-	@.envs/foreign/bin/python -W ignore proof/other_patches.py --json proof/results/other-patches.json --write docs/other-patches.md
+other-patches: .envs/foreign/.ready ## apply the patches of other libraries before overlays and after; writes proof/results/other-patches.md, and fails if the audit does not name one that matters
+	@.envs/foreign/bin/python -W ignore proof/other_patches.py --json proof/results/other-patches.json --write proof/results/other-patches.md
 
 LAUNCHER_LANES := launchers swift foreign engines
 .PHONY: launchers

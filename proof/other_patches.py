@@ -1,6 +1,6 @@
 """Run patches of other libraries in a process with overlays; write which names they replace and what the audit says.
 
-other_patches.py --json proof/results/other-patches.json --write docs/other-patches.md
+other_patches.py --json proof/results/other-patches.json --write proof/results/other-patches.md
 other_patches.py --json proof/results/other-patches.json --only verl
 
 Every library gets two processes: its patches are applied before this package is imported, and after. Overlays that are off

@@ -20,7 +20,7 @@ libraries replace, and what `audit()` says afterwards. Each set of patches ran i
 `import megacpp_overlays` in one, and after it in the other. Overlays that are off by default were on.
 
 `make other-patches` measures all of it again and writes this page; receipts are in
-[proof/results/other-patches.json](../proof/results/other-patches.json).
+[other-patches.json](other-patches.json).
 Versions: {versions}.
 It needs no GPU. Transformer Engine is its Python half, as released; its compiled half is not there
 (`proof/launchers/engine_python_half.py`), and no step of a model is run.

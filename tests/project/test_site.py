@@ -13,7 +13,7 @@ from pages_in_browser import check_accessible, chromium
 from places import HANG_S, ROOT
 
 BUILT = ROOT / ".cache/site/html"
-QUICK = ("index.html", "docs/overlays.html", "docs/operating.html", "docs/other-patches.html")
+QUICK = ("index.html", "docs/overlays.html", "docs/operating.html", "proof/results/other-patches.html")
 """Pages with the widest tables and the longest lines of code that people read."""
 Open = Callable[..., Any]
 
@@ -97,7 +97,7 @@ def test_a_phone_shows_each_cell_with_the_heading_of_its_column(open_page: Open)
         ("docs/operating.html", 390, "dark"),
         pytest.param("index.html", 1280, "dark", marks=pytest.mark.full),
         pytest.param("docs/overlays.html", 390, "dark", marks=pytest.mark.full),
-        pytest.param("docs/other-patches.html", 1280, "light", marks=pytest.mark.full),
+        pytest.param("proof/results/other-patches.html", 1280, "light", marks=pytest.mark.full),
         pytest.param("benchmarks/results/linear_cross_entropy.html", 1280, "dark", marks=pytest.mark.full),
     ],
 )
