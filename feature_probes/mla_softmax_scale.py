@@ -14,10 +14,11 @@ from megacpp_overlays.source.trees import SourceTree
 TARGET = Target("megatron-core", "megatron.core.transformer.spec_utils", "build_module")
 ATTENTION = "megatron.core.transformer.multi_latent_attention"
 ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+CONFIG = "megatron.core.transformer.transformer_config"
 IGNORED = "ignored"
 _NEEDED = {
     f"{ATTENTION}:MultiLatentAttention": "there is no multi-latent attention",
-    "megatron.core.transformer.transformer_config#softmax_scale": "attention has no such setting",
+    f"{CONFIG}#softmax_scale": "attention has no such setting",
 }
 
 

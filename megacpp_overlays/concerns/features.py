@@ -117,6 +117,10 @@ _GRAPHS = (
     Sign("enable_cuda_graph", Criterion.TRUE, default=(False,)),
 )
 _FSDP = tuple(Sign(key, Criterion.TRUE, default=(False,), of=_DDP) for key in ("use_megatron_fsdp", "use_custom_fsdp"))
+_SOFTMAX_SCALE = (
+    Sign("softmax_scale", Criterion.GIVEN, default=(None,)),
+    Sign("use_mup", Criterion.TRUE, default=(False,)),
+)
 _MUON = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 _RECIPES = ("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
 
@@ -214,6 +218,12 @@ FEATURES: tuple[Feature, ...] = (
         config=(Sign("use_layer_wise_distributed_optimizer", Criterion.TRUE, of=_OPTIMIZER),),
         arguments=(Sign("optimizer", Criterion.ONE_OF, on=("dist_muon",), off=("adam", "sgd"), default=("adam",)),),
         classes=("LayerWiseDistributedOptimizer",),
+    ),
+    Feature(
+        "softmax_scale",
+        "configured softmax_scale",
+        config=_SOFTMAX_SCALE,
+        arguments=_SOFTMAX_SCALE,
     ),
     Feature(
         "muon",

@@ -88,6 +88,7 @@ def test_what_is_switched_on_or_off_is_told_from_the_list(run_python: Callable[.
         MEGACPP_OVERLAY_GLOBAL_AUX_LOSS_SCALE="on",
         MEGACPP_OVERLAY_LATENT_MOE_FC2_INIT="on",
         MEGACPP_OVERLAY_LIGER_FLCE_LABELLED="on",
+        MEGACPP_OVERLAY_MLA_SOFTMAX_SCALE="on",
         MEGACPP_OVERLAY_MTP_TOKEN_COUNTS_LOCAL="on",
         MEGACPP_OVERLAY_MUON_GATED_FC1="on",
         MEGACPP_OVERLAY_TP_LABEL_SMOOTHING="on",

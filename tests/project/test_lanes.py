@@ -87,6 +87,7 @@ EXPECTED = {
     "mla-rope-key-gradient": (M, ("active",) * 6),
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "mtp-z-loss": (M, ("absent", *("active",) * 5)),
+    "mla-softmax-scale": (M, ("disabled",) * 6),
     "muon-gated-fc1": (M, ("disabled",) * 6),
     "mtp-token-counts-local": (M, ("disabled",) * 6),
     "pipeline-padding-mask": (M, ("active",) * 6),

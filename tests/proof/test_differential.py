@@ -33,6 +33,7 @@ BEYOND = {
     "dcp-frozen-optimizer-state": "no row loads by torch's distributed checkpoints",
     "mix-order-reduction-views": "no row compiles for a GPU",
     "loss-parallel-log-softmax": "no row has losses of DTensors",
+    "mla-softmax-scale": "no row has softmax_scale",
     "muon-gated-fc1": "no row trains with Muon",
     "layerwise-norm-groups": "no row has a layer-wise optimizer",
     "expert-gradient-groups": "the releases of the table are repaired",

@@ -20,6 +20,7 @@ ALL_ON = {
         "CP_LOCAL_LOSS_MEAN",
         "GLOBAL_AUX_LOSS_SCALE",
         "LATENT_MOE_FC2_INIT",
+        "MLA_SOFTMAX_SCALE",
         "MTP_TOKEN_COUNTS_LOCAL",
         "MUON_GATED_FC1",
         "TP_LABEL_SMOOTHING",
