@@ -442,6 +442,9 @@ LISTED: tuple[DeclarationSummary, ...] = (
         targets=("liger_kernel.ops.fused_linear_cross_entropy",),
     ),
     DeclarationSummary(
+        id="mla-softmax-scale", installs=True, off_by_default=True, targets=("megatron.core.transformer.spec_utils",)
+    ),
+    DeclarationSummary(
         id="dcp-frozen-optimizer-state",
         installs=True,
         off_by_default=False,
