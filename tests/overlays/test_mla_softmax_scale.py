@@ -36,8 +36,8 @@ def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> No
 class Latent:
     """An attention whose head has 16 channels."""
 
-    def __init__(self, build: Callable[..., Any], scale: float | None, **more: Any) -> None:
-        self.config, self.q_head_dim = SimpleNamespace(softmax_scale=scale), 16
+    def __init__(self, build: Callable[..., Any], config: Any, **more: Any) -> None:
+        self.config, self.q_head_dim = config, 16
         self.softmax_scale = 0.5  # a quarter, and YaRN's factor of two
         self.core = build(dict, config=self.config, softmax_scale=self.softmax_scale, **more)
 
@@ -45,7 +45,8 @@ class Latent:
 def made(build: Callable[..., Any], scale: float | None, name: str = ATTENTION, **more: Any) -> tuple[float, float]:
     """Return the scales of a core and its attention, whose constructor is in a module of that name."""
     attention = object.__new__(Latent)
-    FunctionType(Latent.__init__.__code__, {"__name__": name})(attention, build, scale, **{"k_channels": 16, **more})
+    constructor = FunctionType(Latent.__init__.__code__, {"__name__": name})
+    constructor(attention, build, SimpleNamespace(softmax_scale=scale), **{"k_channels": 16, **more})
     return attention.core["softmax_scale"], attention.softmax_scale
 
 
