@@ -99,5 +99,5 @@ OVERLAY = Overlay(
             state="open when last seen 2026-09-22: a repair; a maintainer doubts that MLA should have the setting",
         ),
     ),
-    last_validated="2026-11-30, x86-64 without GPU, torch 2.11.0: megatron-core 0.11.0, 0.12.3, 0.16.1, 0.18.2 and 0.19.2, main d98e8a64dd; 0.11.0 to 0.19.2 and dev d48bd6be0a read, dev run without fused and absorbed classes",
+    last_validated="2026-11-30, x86-64 without GPU, torch 2.11.0: megatron-core 0.11.0, 0.12.3, 0.16.1, 0.18.2 and 0.19.2, main d98e8a64dd and dev d48bd6be0a; 0.11.0 to 0.19.2 read",
 )

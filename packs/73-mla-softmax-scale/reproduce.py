@@ -130,6 +130,8 @@ def build(kind: str, **settings: Any) -> Any:
     config = MLATransformerConfig(**{**sizes, **heads, **yarn, **options, "tensor_model_parallel_size": torch.distributed.get_world_size(), **settings})
     submodules = getattr(module, f"{kind.removeprefix('Fused')}Submodules")
     linear = [each for each in submodules.__dataclass_fields__ if each.startswith("linear_") and each != "linear_proj"]
+    if "linear_k_up_proj" in linear and "linear_kv_up_proj" in linear:  # the absorbed one on dev takes either
+        linear.remove("linear_kv_up_proj")
     norms = dict.fromkeys(("q_layernorm", "kv_layernorm"), IdentityOp)
     parts = submodules(**dict.fromkeys(linear, ColumnParallelLinear), **norms, core_attention=ModuleSpec(module=core_of()), linear_proj=RowParallelLinear)
     torch.manual_seed(73)
@@ -145,7 +147,7 @@ def core_of() -> Any:
 
     class Core(DotProductAttention):  # type: ignore[misc]
         def __init__(self, **given: Any) -> None:
-            super().__init__(**{name: value for name, value in given.items() if name not in {"k_channels", "v_channels", "cp_comm_type"}})
+            super().__init__(**{name: value for name, value in given.items() if name not in {"k_channels", "v_channels", "cp_comm_type", "is_mtp_layer"}})
 
         def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
             if value is None:  # of the absorbed attention, whose keys are those of one head, and its values a part of them
