@@ -84,6 +84,7 @@ def test_what_is_switched_on_or_off_is_told_from_the_list(run_python: Callable[.
         LOADED,
         MEGACPP_OVERLAYS_DISABLE="hybrid-linear-ce,tilelang-grouped-reduce",
         MEGACPP_OVERLAY_CP_LOCAL_LOSS_MEAN="on",
+        MEGACPP_OVERLAY_CUDNN_SDPA_QUERY_GRADIENT="on",
         MEGACPP_OVERLAY_FLOAT16_MIXER_PARAMETERS="on",
         MEGACPP_OVERLAY_GLOBAL_AUX_LOSS_SCALE="on",
         MEGACPP_OVERLAY_LATENT_MOE_FC2_INIT="on",

@@ -112,6 +112,7 @@ EXPECTED = {
     "dcp-frozen-optimizer-state": (TORCH, ("active",) * 6),
     "loss-parallel-log-softmax": (TORCH, ("active",) * 6),
     "mix-order-reduction-views": (TORCH, (*("active",) * 5, "retired")),
+    "cudnn-sdpa-query-gradient": (TRANSFORMERS, ("disabled",) * 6),
     "trainer-moe-aux-loss": (TRANSFORMERS, ("disabled",) * 6),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }

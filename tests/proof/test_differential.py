@@ -27,6 +27,7 @@ BEYOND = {
     "scheduler-restore": "a launcher restores a schedule, and no training step does",
     "cpu-offload-reload": "no row loads weights into a model whose optimizer is offloaded",
     "trainer-moe-aux-loss": "no row has a Trainer",
+    "cudnn-sdpa-query-gradient": "no row has attention of transformers",
     "liger-glm4v-norms": "no row has a model of transformers",
     "compile-budget-dropout": "no row compiles with a budget",
     "dcp-fresh-optimizer-state": "no row saves by torch's distributed checkpoints",
