@@ -24,7 +24,7 @@ from megacpp_overlays.runtime import dynamo
 _TILE, _LOGIT, _DEVICE = 128, -120.0, "cuda"
 
 
-class _Kernel(NamedTuple):
+class _CudnnKernel(NamedTuple):
     """What cuDNN chooses a backward pass by, as far as it is asked here."""
 
     device: int
@@ -35,7 +35,7 @@ class _Kernel(NamedTuple):
     """1, or half a tile."""
 
 
-_known: dict[_Kernel, bool] = {}
+_known: dict[_CudnnKernel, bool] = {}
 """Whether a backward pass is right, as far as this process has asked."""
 
 
@@ -102,7 +102,7 @@ def _others(device: int, dtype: Any, size: int, queries: int) -> tuple[Any, ...]
     has_math, has_cudnn = backends.math_sdp_enabled(), backends.cudnn_sdp_enabled()
     if dtype not in {torch.float16, torch.bfloat16} or not (has_cudnn and has_math):  # math alone takes every call
         return ()
-    if _is_right(_Kernel(device, dtype, size, queries)):
+    if _is_right(_CudnnKernel(device, dtype, size, queries)):
         return ()
     is_on = {
         SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled(),
@@ -112,19 +112,19 @@ def _others(device: int, dtype: Any, size: int, queries: int) -> tuple[Any, ...]
     return tuple(each for each in is_on if is_on[each])
 
 
-def _is_right(kernel: _Kernel) -> bool:
+def _is_right(kernel: _CudnnKernel) -> bool:
     """Return whether cuDNN's backward pass is known to be right, after asking it once."""
     import torch
 
     if kernel not in _known and not torch.cuda.is_current_stream_capturing():
-        # A thread of its own has no modes, hooks or autocast of the caller, and records gradients.
+        # A thread of its own has no modes, hooks or autocast of the caller.
         thread = threading.Thread(target=_ask, args=(kernel,))
         thread.start()
         thread.join()
     return _known.get(kernel, False)
 
 
-def _ask(kernel: _Kernel) -> None:
+def _ask(kernel: _CudnnKernel) -> None:
     """Run cuDNN's passes on few logits, with a mask and without one; what cuDNN refuses is not chosen either."""
     import torch
 
@@ -134,32 +134,35 @@ def _ask(kernel: _Kernel) -> None:
         _known[kernel] = all(_is_finite(kernel, keys, mask) for keys in lengths for mask in (False, True))
 
 
-def _is_finite(kernel: _Kernel, keys: int, has_mask: bool) -> bool:
+def _is_finite(kernel: _CudnnKernel, keys: int, has_mask: bool) -> bool:
     """Return whether all gradients of two heads are finite, whose logits are all the same; cuDNN 9.26 may crash over one head of one query."""
     import torch
 
     def rows(count: int, number: float) -> Any:
-        made = torch.full((1, 2, count, kernel.size), number, dtype=kernel.dtype, device="cuda")
-        return made.requires_grad_()
+        return torch.full((1, 2, count, kernel.size), number, dtype=kernel.dtype, device="cuda")
 
     given = rows(kernel.queries, 1.0), rows(keys, _LOGIT / kernel.size**0.5), rows(keys, 1.0)
-    mask = given[0].new_zeros((1, 1, kernel.queries, keys)) if has_mask else None
-    # Asked below the choice of backends, which is kept for the whole process.
-    output = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, mask, True)[0]  # noqa: SLF001
-    return all(bool(each.isfinite().all()) for each in torch.autograd.grad(output, given, torch.ones_like(output)))
+    mask = given[0].new_zeros((1, 1, kernel.queries, keys)).expand(1, 2, -1, -1) if has_mask else None
+    # Below the choice of backends, which is kept for the whole process, and without autograd, whose thread may be the one that waits.
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
+    output, sums, of_queries, of_keys, *most, seed, offset, _ = forward(*given, mask, True)
+    kept = (output, sums, seed, offset, mask, of_queries, of_keys, *most)
+    found = backward(torch.ones_like(output), *given, *kept, 0.0, False)
+    return all(bool(each.isfinite().all()) for each in found)
 
 
-class _Asked(Exception):  # noqa: N818 - no error
+class _CudnnChosen(Exception):  # noqa: N818 - no error
     """Raised where upstream looks at the layer, with whether cuDNN may be chosen then."""
 
 
-class _Layer:
+class _LayerThatTells:
     """A layer that tells whether cuDNN may be chosen."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
 
-        raise _Asked(torch.backends.cuda.cudnn_sdp_enabled())
+        raise _CudnnChosen(torch.backends.cuda.cudnn_sdp_enabled())
 
 
 def observe(module: ModuleType) -> Observation:
@@ -167,7 +170,7 @@ def observe(module: ModuleType) -> Observation:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kernel = _Kernel(-1, torch.bfloat16, 64, _TILE // 2)
+    kernel = _CudnnKernel(-1, torch.bfloat16, 64, _TILE // 2)
     given = SimpleNamespace(
         is_nested=False,
         requires_grad=True,
@@ -183,9 +186,9 @@ def observe(module: ModuleType) -> Observation:
             torch.autocast("cuda", enabled=False),
             sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]),
         ):
-            getattr(module, feature.TARGET.symbol)(_Layer(), given, given, given, given)
+            getattr(module, feature.TARGET.symbol)(_LayerThatTells(), given, given, given, given)
         broken = True
-    except _Asked as asked:
+    except _CudnnChosen as asked:
         (broken,) = asked.args
     finally:
         del _known[kernel]
@@ -206,8 +209,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=True,
     symptoms=(
-        "gradients are NaN on H100 or H200 and finite with attn_implementation eager",
-        "grad_norm is nan in DPO with padded batches and bfloat16 on Hopper",
+        "gradients are not finite on H100 or H200 and right with attn_implementation eager",
+        "DPO with padded batches in bfloat16 on Hopper: grad_norm is nan",
         "ScaledDotProductCudnnAttentionBackward0 returned nan values in its 0th output",
     ),
     concerns="every model",

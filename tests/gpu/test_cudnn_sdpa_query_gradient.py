@@ -21,6 +21,7 @@ from megacpp_overlays.repro.neighbour import load_file
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
 
 pytest.importorskip("transformers")
+MODULE: Any = importlib.import_module(TARGET.module)
 PACK = load_file(ROOT / "packs" / "74-cudnn-sdpa-query-gradient" / "reproduce.py")
 
 
@@ -40,13 +41,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(overlay, "_known", {})
     monkeypatch.setattr(overlay, "_ask", note)
-    with placed(overlay.OVERLAY, AS_TORCH_PREFERS, importlib.import_module(TARGET.module)):
+    with placed(overlay.OVERLAY, AS_TORCH_PREFERS, MODULE):
         yield seen
     torch._dynamo.reset()
 
 
 def attended(layer: Any, *given: torch.Tensor) -> Any:
-    return getattr(importlib.import_module(TARGET.module), TARGET.symbol)(layer, *given)[0]
+    return MODULE.sdpa_attention_forward(layer, *given)[0]
 
 
 def run(rows: int = 192, call: Callable[..., Any] = attended, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -70,6 +71,14 @@ def test_cudnn_stays_where_it_is_said_to_be_right_and_fails(monkeypatch: pytest.
 
     assert torch.isfinite(found["output"]).all()
     assert not torch.isfinite(found["query"]).all()
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_whole_tile_of_keys_is_right_and_half_of_one_is_not(has_mask: bool) -> None:
+    for size, dtype in ((64, torch.bfloat16), (128, torch.float16)):
+        kernel = overlay._CudnnKernel(0, dtype, size, 64)
+        assert [overlay._is_finite(kernel, keys, has_mask) for keys in (64, 128)] == [False, True]
+        assert not overlay._is_finite(kernel._replace(queries=1), 128, has_mask)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
