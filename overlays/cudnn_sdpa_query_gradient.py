@@ -210,7 +210,7 @@ OVERLAY = Overlay(
     opt_in=True,
     symptoms=(
         "gradients are not finite on H100 or H200 and right with attn_implementation eager",
-        "DPO with padded batches in bfloat16 on Hopper: grad_norm is nan",
+        "one step of DPO over padded batches in bfloat16 on Hopper makes grad_norm nan",
         "ScaledDotProductCudnnAttentionBackward0 returned nan values in its 0th output",
     ),
     concerns="every model",
