@@ -143,9 +143,9 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     symptoms=(
-        "moments of a layer that was frozen during a restart are zero when it learns again",
+        "moments of a layer that was frozen for a while are zero when it learns again",
         "optimizer state of frozen parameters is missing after set_optimizer_state_dict",
-        "a checkpoint that is saved after a restart with frozen layers is smaller",
+        "a checkpoint is smaller than the one that it was loaded from, and some layers are frozen",
     ),
     concerns="every model",
     breaks="state of parameters that are frozen when torch's distributed checkpoints load an optimizer is dropped: it is missing from the next checkpoint, and where they learn again later, "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import mla_softmax_scale as feature
@@ -40,7 +40,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 def _constructed() -> Any:
     """Return the attention whose constructor builds its core, None where anything else is built."""
-    frame = sys._getframe(2)  # noqa: SLF001 - nothing that is handed over leads to the attention
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing that is handed over leads to the attention
     while frame is not None and (owner := frame.f_locals.get("self")) is None:  # some may have wrapped what builds
         frame = frame.f_back
     if frame is None or (frame.f_globals.get("__name__"), frame.f_code.co_name) not in _CONSTRUCTORS:

@@ -445,6 +445,12 @@ LISTED: tuple[DeclarationSummary, ...] = (
         id="mla-softmax-scale", installs=True, off_by_default=True, targets=("megatron.core.transformer.spec_utils",)
     ),
     DeclarationSummary(
+        id="cudnn-sdpa-query-gradient",
+        installs=True,
+        off_by_default=True,
+        targets=("transformers.integrations.sdpa_attention",),
+    ),
+    DeclarationSummary(
         id="dcp-frozen-optimizer-state",
         installs=True,
         off_by_default=False,

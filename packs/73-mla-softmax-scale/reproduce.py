@@ -124,7 +124,7 @@ def build(kind: str, **settings: Any) -> Any:
     sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "kv_channels": VALUE, "q_lora_rank": VALUE, "kv_lora_rank": VALUE}
     heads = {"qk_head_dim": PLAIN, "qk_pos_emb_head_dim": ROTARY, "v_head_dim": VALUE, "rope_type": "rope"}
     yarn = {"rotary_scaling_factor": FACTOR, "mscale": 0.0, "mscale_all_dim": settings.get("mscale", 0.0)}
-    options = {"attention_dropout": 0.0, "add_bias_linear": False, "masked_softmax_fusion": False, "use_cpu_initialization": True}
+    options: dict[str, Any] = {"attention_dropout": 0.0, "add_bias_linear": False, "masked_softmax_fusion": False, "use_cpu_initialization": True}
     if hasattr(MLATransformerConfig, "transformer_impl"):
         options["transformer_impl"] = "local"
     config = MLATransformerConfig(**{**sizes, **heads, **yarn, **options, "tensor_model_parallel_size": torch.distributed.get_world_size(), **settings})

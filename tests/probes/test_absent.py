@@ -47,7 +47,13 @@ NOT_BY_ITS_NAME = {
         "loss-parallel-log-softmax",
     ),
     *("mamba3-mimo-gqa-backward", "mamba3-mimo-reduce-layout", "megatron-cuda-on-import", "mix-order-reduction-views"),
-    *("cudnn-sdpa-query-gradient", "mla-rope-head-blocks", "mla-softmax-scale", "muon-gated-fc1", "sft-end-of-turn-loss", "sparse-mla-dimensions"),
+    *(
+        "cudnn-sdpa-query-gradient",
+        "mla-rope-head-blocks",
+        "muon-gated-fc1",
+        "sft-end-of-turn-loss",
+        "sparse-mla-dimensions",
+    ),
     *("tilelang-bulk-copy-rank", "tilelang-grouped-reduce", "tilelang-zero-extent-iterator", "tp-label-smoothing"),
     *("tp-norm-gradients", "trainer-moe-aux-loss", "triton-register-operands"),
 }

@@ -56,7 +56,7 @@ class {CLASS}(Base):
 '''
 
 
-TEXTS, OF_EACH = 65, 2
+TEXTS, OF_EACH = 67, 2
 """Texts that are mutated, by parts of overlays in order of their names, and mutants of each."""
 
 

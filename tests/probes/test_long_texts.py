@@ -89,6 +89,8 @@ def test_a_text_that_is_too_long_is_not_recognised_and_the_reason_names_its_size
             # Nothing asks for what the file does, or another file has the repair.
             assert not any(str(each).endswith(str(place[1])) for each in finding.repair), (place, finding.summary())
             continue
+        if finding.verdict is Verdict.FIXED and all(each.module != place for each in finding.repair):
+            continue  # a repair in another module, whatever this one has
         assert finding.verdict is Verdict.UNRECOGNISED, (place, finding.summary())
         assert SIZE.search(finding.summary()), (place, finding.summary())
     for other in [other for other, text in of.tree.texts.items() if text]:

@@ -117,6 +117,8 @@ EXPECTED = {
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""
+OFF_WITHOUT_TARGET = {("spring-2026", "muon-gated-fc1")}
+"""Overlays that are off where the release has no module of their target, so that there is no version of it."""
 VERSIONS = {
     ("spring-2026", M): "0.16.1",
     ("summer-2026", M): "0.18.2",
@@ -193,7 +195,8 @@ def test_the_decision_on_a_locked_environment(audits: Callable[[str], Preflight]
 
     found = decisions[overlay]
     assert (found["decision"], found["distribution"]) == (dict(zip(LANES, expected, strict=True))[lane], distribution)
-    version = None if found["decision"] == "armed" else VERSIONS.get((lane, distribution))
+    has_version = found["decision"] != "armed" and (lane, overlay) not in OFF_WITHOUT_TARGET
+    version = VERSIONS.get((lane, distribution)) if has_version else None
     assert (found["version"] or "").partition(" with ")[0] == (version or ""), found["reason"]
     assert code == 0, stderr
 
