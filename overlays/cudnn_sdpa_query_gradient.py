@@ -224,5 +224,5 @@ OVERLAY = Overlay(
         Thread(repository="NVIDIA/cudnn-frontend", number=1072, state="open, reported 2026-09-15: one query"),
         Thread(repository="NVIDIA/cudnn-frontend", number=628, state="closed: a test of cuDNN's repair"),
     ),
-    last_validated="2026-11-30, H200, torch 2.11.0 with cuDNN 9.19: transformers 5.23.0",
+    last_validated="2026-11-30, H200, torch 2.11.0 with cuDNN 9.19: transformers 5.23.0; 5.0.0 to 5.24.0 read",
 )
