@@ -117,8 +117,11 @@ EXPECTED = {
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""
-OFF_WITHOUT_TARGET = {("spring-2026", "muon-gated-fc1")}
-"""Overlays that are off where the release has no module of their target, so that there is no version of it."""
+OFF_WITHOUT_TARGET = {
+    ("spring-2026", "muon-gated-fc1"),
+    *((lane, "trainer-moe-aux-loss") for lane in ("mamba3-pinned", "edge")),
+}
+"""Overlays that are off where the module of their target cannot be imported, so that there is no version of it: the release has none, or accelerate is not installed."""
 VERSIONS = {
     ("spring-2026", M): "0.16.1",
     ("summer-2026", M): "0.18.2",
@@ -139,6 +142,7 @@ VERSIONS = {
     ("edge", TRITON): "3.9.0",
     **{(lane, TORCH): "2.11.0" for lane in ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned")},
     ("edge", TORCH): "2.15.0",
+    **{(lane, TRANSFORMERS): "5.23.0" for lane in ("mamba3-pinned", "edge")},
 }
 
 
