@@ -25,16 +25,21 @@ def _through_numpy(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _by_a_broadcast(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Receive from another rank, which is a thread."""
+    """Receive from another rank of this process."""
     store, limit = torch.distributed.HashStore(), datetime.timedelta(seconds=HANG_S)
 
-    def take_part(rank: int) -> object:
-        group = torch.distributed.ProcessGroupGloo(store, rank, 2, limit)
-        group.broadcast([tensor if rank else new], torch.distributed.BroadcastOptions()).wait()
-        return group  # none ends while the other rank is still in the broadcast
+    def connected(rank: int) -> torch.distributed.ProcessGroupGloo:
+        return torch.distributed.ProcessGroupGloo(store, rank, 2, limit)
 
-    with ThreadPoolExecutor() as ranks:
-        list(ranks.map(take_part, range(2)))
+    with ThreadPoolExecutor() as ranks:  # each waits for the other one
+        groups = list(ranks.map(connected, range(2)))
+    # From one thread, which keeps groups and works until both are done: ranks that broadcast in threads of their own have ended in a segmentation fault.
+    works = [
+        group.broadcast([each], torch.distributed.BroadcastOptions())
+        for group, each in zip(groups, (new, tensor), strict=True)
+    ]
+    for each in works:
+        each.wait()
 
 
 WRITES: dict[str, Write] = {
