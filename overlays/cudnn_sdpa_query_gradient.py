@@ -25,7 +25,7 @@ _TILE, _LOGIT, _DEVICE = 128, -120.0, "cuda"
 
 
 class _CudnnKernel(NamedTuple):
-    """What cuDNN chooses a backward pass by, as far as it is asked here."""
+    """Key of a check: the properties of a call by which cuDNN chooses a backward kernel."""
 
     device: int
     dtype: Any
@@ -36,7 +36,7 @@ class _CudnnKernel(NamedTuple):
 
 
 _known: dict[_CudnnKernel, bool] = {}
-"""Whether a backward pass is right, as far as this process has asked."""
+"""Results of the checks of this process: whether gradients were finite."""
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ def _saved(module: ModuleType, info: Any, state_dict: Mapping[str, Any], paramet
     saved = {name for each in parameters for name in _names(info, each)}
     if _STATE in state_dict:
         saved = {name for name in saved if state_dict[_STATE].get(name)}
-    else:
+    elif saved:
         saved.intersection_update(_flat_names(state_dict))
     if info.broadcast_from_rank0:
         shared = [saved]

@@ -1,9 +1,9 @@
 """Scale logits of Megatron's multi-latent attention by `softmax_scale` of its configuration: off unless its variable says `on`.
 
-Ordinary attention honours the setting, and muP makes it. Multi-latent attention takes the root of its head dimension whatever is configured. YaRN's factor stays, as in upstream's open pull request.
+Ordinary attention honours the setting, and muP computes it. Multi-latent attention ignores it and divides by the root of its head dimension. YaRN's factor stays, as in upstream's open pull request.
 
-Both constructors compute a scale, keep it, and give it to what builds their core. All that builds the core is replaced here, since other overlays have seams on the constructors: it finds the attention in the frame of the
-constructor, sets the scale of that, which paths of inference compute with, and gives it to the core. Whatever else is built, and whatever is built without the setting, goes through untouched.
+Both constructors compute a scale, store it, and pass it to `build_module`, which builds their core. The seam is on that function, since other overlays have seams on the constructors. It finds the attention in the frame of
+the constructor, stores the configured scale there for the paths of inference, and passes it to the core. Other modules, and cores without the setting, are built as before.
 
 It is off by default because models with the setting were trained without its effect, and a maintainer doubts that multi-latent attention should have it.
 
@@ -49,7 +49,7 @@ def _constructed() -> Any:
 
 
 class _Latent:
-    """Stands for an attention of four channels, with a constructor that does what upstream's do."""
+    """Stand-in for an attention of four channels: its constructor stores a scale and builds a core, as upstream's do."""
 
     def __init__(self, build: Callable[..., Any], config: Any) -> None:
         self.config, self.q_head_dim, self.softmax_scale = config, 4, 0.5

@@ -19,7 +19,7 @@ class DecisionTraits(NamedTuple):
     is_warned: bool = False
     """Whether a run is warned of it."""
     needs_attention: bool = False
-    """Whether a person must look at each record of it; unproved ones of a release have one command for all."""
+    """Whether a person must look at each record with it. Unproved records do not: one command proves all of a release."""
     can_be_switched_off: bool = False
     """Whether its reader may want the variable that ends it."""
     can_be_deleted: bool = False

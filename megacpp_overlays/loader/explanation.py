@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.loader.fields import fields
+from megacpp_overlays.loader.fields import fields, titled
 from megacpp_overlays.loader.overview import Line, wrapped
 from megacpp_overlays.loader.provenance import of_note
 from megacpp_overlays.model import Decision, Overlay, Record
@@ -20,7 +20,7 @@ def explained(records: Sequence[Record], facts: Sequence[tuple[str, str]] = ()) 
         facts: further fields behind the defect, each with its key: the releases that have it.
     """
     erratum = records[0].overlay
-    lines = [Line(f"{erratum.id} (pack {erratum.pack:02}), {erratum.kind} for {erratum.target.distribution}"), Line("")]
+    lines = [Line(f"{titled(erratum)}, {erratum.kind} for {erratum.target.distribution}"), Line("")]
     for number, symptom in enumerate(erratum.symptoms):
         lines += _field("" if number else "symptoms", symptom)
     for key, text in (("does" if erratum.installs else "finds", erratum.title), ("defect", erratum.breaks), *facts):

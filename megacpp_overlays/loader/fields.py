@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megacpp_overlays.loader.decisions import TRAITS
-from megacpp_overlays.model import UNDECIDED, Decision, Record, Verdict
+from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Record, Verdict
 
 
 class Fields(NamedTuple):
@@ -21,11 +21,16 @@ class Fields(NamedTuple):
     effect: str
     """On the run."""
     seams: tuple[str, ...]
-    """What leads to a seam now: inside of the target by its name there, elsewhere by its full name."""
+    """Names that lead to a seam now, those in the target's module without its prefix."""
     off: str
     """The setting that ends it."""
     deleted: str
     """The condition under which the overlay is deleted."""
+
+
+def titled(overlay: Erratum) -> str:
+    """Return the id of an overlay or gate, with its pack."""
+    return f"{overlay.id} (pack {overlay.pack:02})"
 
 
 def fields(record: Record) -> Fields:
@@ -34,7 +39,7 @@ def fields(record: Record) -> Fields:
     shape = f", shape {record.shape}" if record.finding and record.finding.shape else ""
     prefix = f"{overlay.target.module}."
     return Fields(
-        name=f"{overlay.id} (pack {overlay.pack:02})",
+        name=titled(overlay),
         installed=f"{overlay.target.distribution} {record.version or ''}".rstrip(),
         verdict=f"{record.verdict}{shape}" if record.finding else "",
         reason=record.reason,

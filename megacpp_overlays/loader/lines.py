@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megacpp_overlays.loader.decisions import ATTENTION, COUNTED, FIRST, TRAITS, WARNED
-from megacpp_overlays.loader.fields import fields
+from megacpp_overlays.loader.fields import fields, titled
 from megacpp_overlays.model import Decision, Erratum, Record, Verdict
 
 HEAD = "[megacpp_overlays] "
@@ -30,13 +30,13 @@ def told(record: Record) -> str:
     if is_warning(record):
         return warning(record)
     if record.decision is Decision.DISABLED and verdict is Verdict.BROKEN and not record.overlay.off_by_default:
-        return f"off: {fields(record).name}, so {record.overlay.breaks}"
+        return f"off: {titled(record.overlay)}, so {record.overlay.breaks}"
     return ""
 
 
 def active(overlay: Erratum) -> str:
     """Return the line of an active overlay, in at most `LONGEST` characters with its head: what it repairs, until when."""
-    head, middle = f"active: {overlay.id} (pack {overlay.pack:02}) repairs ", "; delete when "
+    head, middle = f"active: {titled(overlay)} repairs ", "; delete when "
     left = LONGEST - len(HEAD) - len(head) - len(middle)
     if overlay.brief and overlay.until:
         return f"{head}{overlay.brief}{middle}{overlay.until}"
