@@ -69,9 +69,17 @@ def test_a_script_depends_on_what_it_imports_anywhere_and_on_scripts_that_it_nam
 @pytest.mark.parametrize("name", FILES)
 def test_the_key_changes_with_these_files_and_with_no_other(checkout: Path, name: str) -> None:
     before = key(checkout)
-    (checkout / name).write_text(FILES[name] + "\n# edited")
+    (checkout / name).write_text(FILES[name] + "\nEDITED = 1\n")
 
     assert (key(checkout) == before) is (name in OUTSIDE)
+
+
+def test_the_key_does_not_change_with_comments_and_docstrings(checkout: Path) -> None:
+    before = key(checkout)
+    for name in FILES:
+        (checkout / name).write_text(f'"""Edited."""\n# Edited.\n{FILES[name]}\n"""Of the last attribute."""\n')
+
+    assert key(checkout) == before
 
 
 def test_words_variables_and_versions_are_part_of_the_key(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 Kernels in Triton's interpreter and programs compiled for devices that are not there take minutes, and their answers depend on
 nothing but code. So an answer is kept under a key of
 
-    code      the script, and all modules of this checkout that it imports, wherever they are imported
+    code      the script, and all modules of this checkout that it imports, wherever they are imported, without comments and docstrings
     request   the words and the variables of the process
     versions  Python, the machine's architecture, and every distribution that this code imports
 
@@ -31,6 +31,7 @@ from typing import Any
 import warm_python
 from places import HANG_S, ROOT, SUPPORT
 
+from megacpp_overlays.source import fingerprint
 from megacpp_overlays.upkeep.finding_cache import imported_names
 
 COMMITTED = ROOT / "tests" / "answers"
@@ -131,7 +132,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def _made_of(script: Path) -> tuple[Any, ...]:
-    code = [(str(path.relative_to(ROOT)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in closure(script)]
+    code = [(str(path.relative_to(ROOT)), meaning(path)) for path in closure(script)]
     return code, sorted(_versions(closure(script))), platform.python_version(), platform.machine()
 
 
@@ -184,6 +185,20 @@ def texts(path: Path) -> tuple[str, ...]:
     """Return the strings of a file, in order."""
     walked = ast.walk(_syntax(path))
     return tuple(each.value for each in walked if isinstance(each, ast.Constant) and isinstance(each.value, str))
+
+
+@functools.cache
+def meaning(path: Path) -> str:
+    """Return the digest of a Python file without comments and docstrings, those of attributes included."""
+    return fingerprint.digest(_WithoutDocstrings().visit(ast.parse(path.read_bytes())))
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    """Removal of all statements that are nothing but text."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:  # noqa: N802 - named by the base class
+        """Return None for a text, which removes it."""
+        return None if fingerprint.is_docstring(node) else node
 
 
 @functools.cache
