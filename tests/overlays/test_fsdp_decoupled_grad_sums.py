@@ -13,6 +13,7 @@ import pytest
 import torch
 from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
+from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_decoupled_grad_sums import OVERLOOKED, TARGET
@@ -20,7 +21,7 @@ from megacpp_overlays.overlays.fsdp_decoupled_grad_sums import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 measured = measured_on("66", "0.18.2", NEWEST)
 module = stock(TARGET.module)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from placed_seams import assert_self_test, placed, stock
+from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_fused_accumulation import CLASS, METHOD, OVERWRITTEN, TARGET
@@ -20,7 +21,7 @@ from megacpp_overlays.overlays.fsdp_fused_accumulation import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 measured = measured_on("71", "0.18.2", NEWEST, daily=[NEWEST])
 module = stock(TARGET.module)
 

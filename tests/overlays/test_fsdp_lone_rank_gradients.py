@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_lone_rank_gradients import CLASS, IN_PLACE, METHOD, SCALE, TARGET
@@ -19,7 +20,7 @@ from megacpp_overlays.overlays.fsdp_lone_rank_gradients import OVERLAY, observe
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 measured = measured_on("56", "0.16.1", "0.17.1", "0.18.2", NEWEST)
 
 

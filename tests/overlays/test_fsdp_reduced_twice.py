@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from placed_seams import assert_self_test, placed, stock
+from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_reduced_twice import CLASS, METHOD, OPTIMIZER, TARGET, TWICE
@@ -18,7 +19,7 @@ from megacpp_overlays.overlays.fsdp_reduced_twice import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 measured = measured_on("57", "0.16.1", "0.17.1", "0.18.2", NEWEST, daily=[NEWEST])
 
 

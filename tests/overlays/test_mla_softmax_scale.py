@@ -13,6 +13,7 @@ import pytest
 from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
 from released_megatron import ALL_ON
+from releases import newest
 from reproduced_pack import assert_repaired
 
 from megacpp_overlays.feature_probes.mla_softmax_scale import ABSORBED, ATTENTION, IGNORED, TARGET
@@ -20,7 +21,7 @@ from megacpp_overlays.overlays.mla_softmax_scale import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-OLDEST, NEWEST = "0.11.0", "0.19.2"
+OLDEST, NEWEST = "0.11.0", newest()
 module = stock(TARGET.module)
 
 

@@ -14,6 +14,7 @@ import torch
 from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
 from released_megatron import ALL_ON
+from releases import newest
 from reproduced_pack import assert_repaired
 
 from megacpp_overlays.feature_probes.muon_gated_fc1 import AS_ONE, TARGET
@@ -21,7 +22,7 @@ from megacpp_overlays.overlays.muon_gated_fc1 import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 module = stock(TARGET.module)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
+from releases import newest
 from reproduced_pack import assert_repaired, measured_on, reproduced_in
 
 from megacpp_overlays.feature_probes.sft_end_of_turn_loss import MASKED, TARGET
@@ -21,7 +22,7 @@ from megacpp_overlays.runtime.bare_instances import bare
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-NEWEST, OF_TRANSFORMERS = "0.19.2", "tokenizer-of-transformers-cpu"
+NEWEST, OF_TRANSFORMERS = newest(), "tokenizer-of-transformers-cpu"
 measured = measured_on("67", "0.18.2", NEWEST)
 module = stock(TARGET.module)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from edited_code import archive
 from probing import Texts, ask
+from releases import newest
 
 from megacpp_overlays.feature_probes import explicit_tp_groups as feature
 from megacpp_overlays.model import Verdict
@@ -20,7 +21,7 @@ CALLERS = (
     feature.OLD_LAYERS,
     feature.CHECKPOINT,
 )
-NEWEST = "0.19.2"
+NEWEST = newest()
 
 
 def test_the_helper_is_left_alone_where_nothing_hands_work_on_without_a_group() -> None:

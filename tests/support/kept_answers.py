@@ -196,7 +196,7 @@ def meaning(path: Path) -> str:
 class _WithoutDocstrings(ast.NodeTransformer):
     """Removal of all statements that are nothing but text."""
 
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:  # noqa: N802 - named by the base class
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         """Return None for a text, which removes it."""
         return None if fingerprint.is_docstring(node) else node
 
