@@ -1,4 +1,4 @@
-"""Absorbed DSA attention of an upstream tree as a module of plain functions, and calls of it: what the tests of it share."""
+"""Absorbed DSA attention of an upstream tree as a module of plain functions, and calls of it, shared by its tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE = 0.4
 
 
 def attention_of(wheel: Path) -> ModuleType:
-    """Return the function of a release and the masks that it asks for, executed without what they import."""
+    """Return the function of a release and the masks that it asks for, executed without the modules that they import."""
     tree = ArchiveTree(wheel)
     module = module_of(tree, feature.TARGET.module, feature.FUNCTION)
     vars(module)["dsa_masking"] = module_of(tree, feature.MASKING)
@@ -47,7 +47,7 @@ def choices(rows: int = ROWS, keys: int = KEYS, slots: int = SLOTS, seed: int = 
 
 
 def additive(*shape: int) -> Any:
-    """Return a mask of finite numbers, of infinities of both signs, and of what is no number."""
+    """Return a mask of finite numbers, of infinities of both signs, and of NaN."""
     mask = numbers(*shape, seed=5)
     mask[mask > 0.8] = -torch.inf
     mask[..., 1, 2], mask[..., 2, 1] = torch.inf, torch.nan

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: a real `DSAttention` with absorbed inputs trains on a CPU; what it learnt as JSON.
+"""Run in a fresh interpreter: a real `DSAttention` with absorbed inputs trains on a CPU; its losses and results as JSON.
 
     python tests/support/attention_steps.py
 
@@ -106,7 +106,7 @@ def attention(backend: str, dtype: torch.dtype, coefficient: float) -> Any:
 
 
 def masks(kind: str) -> dict[str, Any]:
-    """Return how a layer is told which keys a query may see."""
+    """Return the arguments that tell a layer the keys that each query may see."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -118,13 +118,13 @@ def masks(kind: str) -> dict[str, Any]:
         return {"attention_mask": None, "attn_mask_type": AttnMaskType.causal, "packed_seq_params": packed}
     if kind == "masked":
         hidden = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1).repeat(BATCH, 1, 1, 1)
-        hidden[0, 0, :, 3] = hidden[1, 0, 7] = True  # a key that nobody sees, and a query that sees nothing
+        hidden[0, 0, :, 3] = hidden[1, 0, 7] = True  # a key that no query sees, and a query that sees no key
         return {"attention_mask": hidden, "attn_mask_type": None}
     return {"attention_mask": None, "attn_mask_type": AttnMaskType.causal}
 
 
 def train(kind: str, backend: str = "none", dtype: torch.dtype = torch.float32, coefficient: float = 0.0) -> Any:
-    """Return losses, what was learnt, and how many results were as large as all scores."""
+    """Return losses, the learnt tensors, and how many results were as large as all scores."""
     made, generator = attention(backend, dtype, coefficient), torch.Generator().manual_seed(6)
     dim, batch = RANK + ROPE, 1 if kind == "packed" else BATCH
 
@@ -157,8 +157,8 @@ def train(kind: str, backend: str = "none", dtype: torch.dtype = torch.float32, 
 
 
 def main() -> None:
-    """Print what all ways gave."""
-    # Where it is installed its kernels would be compiled, for a GPU; asked here is what becomes of what it declines.
+    """Print the results of all ways."""
+    # Where TileLang is installed its kernels would be compiled, for a GPU. These steps are about the calls that it declines.
     sys.modules["tilelang"] = None  # type: ignore[assignment]
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""Inputs of the attention target, what may be valid, and how far rounding may take the results from float64."""
+"""Inputs of the attention target, the kinds of valid keys, and how far rounding may take the results from float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALID = (
     *("causal", "packed", "key positions", "mask", "mask of each batch", "support", "support and mask"),
     "support and key positions",
 )
-"""Kinds of what is valid; each but the first has rows that see nothing where there are enough of them."""
+"""Kinds of valid keys; each but the first has rows that see nothing where there are enough of them."""
 
 
 def inputs(
@@ -43,7 +43,7 @@ def inputs(
 
 
 def valid_of(kind: str, queries: int, keys: int, batch: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Return the arguments that say what is valid."""
+    """Return the arguments that define the valid keys."""
     generator = torch.Generator().manual_seed(queries + keys)
     places = torch.arange(queries)
     if "mask" in kind:
@@ -68,7 +68,7 @@ def valid_of(kind: str, queries: int, keys: int, batch: int, device: str = "cpu"
 
 
 def seen(valid: dict[str, torch.Tensor], queries: int, keys: int, batch: int) -> torch.Tensor:
-    """Return what is valid, by definition: (batch, queries, keys), bool."""
+    """Return the valid keys of each query, by definition: (batch, queries, keys), bool."""
     if "mask" in valid:
         found = valid["mask"].isfinite().expand(batch, queries, keys)
     else:

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the tensor-core kernels of the attention target return, as JSON."""
+"""Run in a fresh interpreter under TRITON_INTERPRET=1: facts about the tensor-core kernels of the attention target, as JSON."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def extremes() -> dict[str, bool]:
 
 
 def main() -> None:
-    """Print what was found."""
+    """Print the facts."""
     way = attention_target.implementation(torch.bfloat16, torch.bfloat16, 128, torch.device("cpu")).__name__
     found = {
         "way": way, "shares": shares(), "layouts": layouts(), "spoilt": spoilt(),

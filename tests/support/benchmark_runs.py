@@ -1,4 +1,4 @@
-"""A benchmark that is run on a CPU at tiny sizes, the folder of what it wrote, and its page once more."""
+"""Run of a benchmark on a CPU at tiny sizes, the folder of its results, and its page made once more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run_quickly(benchmark: Path, folder: Path, *words: str) -> Path:
 
     Args:
         benchmark: its folder in `benchmarks`.
-        folder: what it writes into.
+        folder: the folder of its results.
         words: further arguments.
     """
     files = ["--json", folder / "found.json", "--write", folder / "page.md"]

@@ -23,14 +23,14 @@ ROWS, DEPTH, COLUMNS = 300, 72, 200
 FEW = "few" in sys.argv
 COUNTS = (1, 129) if FEW else (0, 1, 64, 128, 129, 300)
 KINDS = ((False, True), (True, False)) if FEW else tuple(product((False, True), (False, True)))
-"""Whether the result is in float32, and whether it is added to what is there."""
+"""Whether the result is in float32, and whether it is added to the numbers that are there."""
 PROGRAMS = (3,) if FEW else (3, 8)
 PANELS = ((129, 129),) if FEW else ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
 """Rows that count, and rows that are laid for each panel."""
 MOST = (2,) if FEW else (0, 2)
 DEPTHS = (72,) if FEW else (72, 256)
 OLD = 7.0
-"""What a result holds before."""
+"""The numbers that a result holds before."""
 
 
 def far(seen: torch.Tensor, true: torch.Tensor) -> float:
@@ -103,7 +103,7 @@ def moves(count: int, columns: int) -> list[bool]:
     wanted = torch.zeros(ROWS, dtype=torch.bool)
     wanted[torch.randperm(ROWS, generator=generator)[:count]] = True
     wide = torch.randn(ROWS, columns + 8, generator=generator)
-    beside, matrix = wide[:, columns:].clone(), wide[:, :columns]
+    rest, matrix = wide[:, columns:].clone(), wide[:, :columns]
     expected = matrix[wanted]
     selection = select(wanted)
     places = [torch.equal(*pair) for pair in zip(rows.select(wanted), selection, strict=True)]
@@ -120,7 +120,7 @@ def moves(count: int, columns: int) -> list[bool]:
     back = rows.put_back_apart(matrix, selection.place, selection.count, torch.float16)
     rows.put_back(matrix, selection.order, selection.count)
     went = torch.equal(matrix[wanted], expected) and not matrix[~wanted].any()
-    return [*places, apart, came, went, torch.equal(back, matrix.half()), torch.equal(wide[:, columns:], beside)]
+    return [*places, apart, came, went, torch.equal(back, matrix.half()), torch.equal(wide[:, columns:], rest)]
 
 
 PANEL_ROWS, PANEL_WIDTH, PANEL_CLASSES = 520, 256, 256 * 4 + 72

@@ -12,7 +12,7 @@ from index_scores_targets import Device, machine_code_of, obstacle, order_of
 
 
 def needs_of(kernel: Any, name: str) -> dict[str, Any]:
-    """Return what a compiled program takes."""
+    """Return the needs of a compiled program."""
     asm = kernel.asm["ptx"]
     return {
         "kernel": name,

@@ -2,8 +2,8 @@
 
     python tests/support/call_forms.py MODULE...
 
-Each module is imported, if it is there. Then every seam of every active overlay is compared with what it replaced, by its own code: the names,
-the counter of calls and `functools.wraps` around it would answer for upstream's.
+Each module is imported, if it is there. Then every seam of every active overlay is compared with the function that it replaced. The seam's own
+code is inspected: the names, the counter of calls and `functools.wraps` around it would answer for upstream's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacpp_overlays.model import Decision
 from megacpp_overlays.runtime.seam_marks import mark_of, plain_function
 
 Form = tuple[list[str], list[str]]
-"""Names of what is given by position, and of what is given by keyword."""
+"""Names of arguments given by position, and of arguments given by keyword."""
 MORE = "one_more"
 
 
@@ -33,7 +33,7 @@ def forms(taken: Signature, *, of_instance: bool) -> Iterator[Form]:
     """Yield how a function may be called: each number of arguments by position, the others by keyword, with optional ones and without.
 
     Args:
-        taken: what it takes.
+        taken: its signature.
         of_instance: whether the first argument is always given by position, as `self` is.
     """
     given = [
@@ -89,13 +89,13 @@ def differences(original: Any, ours: Any, *, of_instance: bool) -> list[str]:
 
 
 def compared(symbols: dict[str, LiveName]) -> dict[str, list[str]]:
-    """Return what is different, by seam."""
+    """Return the differences, by seam."""
     found = {}
     for symbol, live in symbols.items():
         raw = live.raw
         mark = mark_of(raw)
         assert mark is not None, symbol
-        ours = inspect.getclosurevars(mark.made).nonlocals["function"]  # what the counter of calls calls
+        ours = inspect.getclosurevars(mark.made).nonlocals["function"]  # the function that the counter of calls wraps
         of_instance = isinstance(live.owner, type) and not isinstance(raw, staticmethod)
         found[symbol] = differences(plain_function(mark.original), ours, of_instance=of_instance)
     return found

@@ -1,4 +1,4 @@
-"""Inputs of the indexer over chosen keys, and how far results are from the truth: what its tests share."""
+"""Inputs of the indexer over chosen keys, and how far results are from the truth, shared by its tests."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Inputs:
     query: Any
     key: Any
     grad: Any
-    """(batch, queries, chosen), what a softmax gives: it adds up to 0."""
+    """(batch, queries, chosen), as the gradient of a softmax: it adds up to 0."""
 
 
 def inputs(
     sizes: Sizes, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, common: float = 0.0, device: str = "cpu"
 ) -> Inputs:
-    """Return inputs that depend on nothing but a seed; `common` is a share of what all keys of the indexer have."""
+    """Return inputs that depend on nothing but a seed; `common` is the size of a part that all keys of the indexer share."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Any:

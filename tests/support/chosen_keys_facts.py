@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the kernels of the indexer over chosen keys return, as JSON."""
+"""Run in a fresh interpreter under TRITON_INTERPRET=1: errors of the kernels of the indexer over chosen keys, as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if "few" in sys.argv:
 
 
 def facts(sizes: Sizes) -> dict[str, Any]:
-    """Return what is wrong with each operator, in several blocks, beside float64."""
+    """Return the errors of each operator, in several blocks, compared with float64."""
     query_blocks._BLOCK_BYTES = 4 * sizes.batch * sizes.keys * 6
     in_triton._SCORE_BYTES = 4 * sizes.chosen * sizes.attention_heads * 6
     tiles._LEAST_SLOT_BYTES = tiles._MOST_SLOT_BYTES = 2 * sizes.chosen * sizes.dim * 6

@@ -2,7 +2,7 @@
 
     python compile_cases.py CASE ...
 
-The upstream is what is installed, or the tree that is first on the path. MEGACPP_OVERLAYS decides whether overlays are
+The upstream is the installed one, or the tree that is first on the path. MEGACPP_OVERLAYS decides whether overlays are
 on. Each step is traced once whole, then run at several sizes, some twice, so that recompiling is counted too.
 """
 
@@ -86,7 +86,7 @@ def packed_lengths() -> Case:
 
 
 class NoKernel:
-    """Stands where a Triton kernel would be, which takes a GPU. What is counted does not depend on values."""
+    """Stand-in for a Triton kernel, which takes a GPU. The counts do not depend on values."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return self.launch

@@ -8,11 +8,11 @@ import kept_answers
 import pytest
 
 SHARED_OF_HOPPER = 227 * 1024
-"""What a program on Hopper may have of shared memory, in bytes."""
+"""The shared memory that a program on Hopper may have, in bytes."""
 
 
 def needs(script: str, *cases: str, **variables: str) -> dict[str, Any]:
-    """Return what a script of this folder found when it compiled its cases; where nothing can be compiled the test is skipped."""
+    """Return the needs of the cases that a script of this folder compiled; skip the test where nothing can be compiled."""
     pytest.importorskip("triton")
     found = kept_answers.answer(script, *cases, TRITON_INTERPRET="0", **variables)
     if "obstacle" in found:

@@ -3,7 +3,7 @@
     python tests/support/context_losses.py FOLDER
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_CP_LOCAL_LOSS_MEAN=on switches the overlay on. Four ranks are
-forked, meet in the folder as `forked_ranks` says, and are given out by Megatron itself. What is true is the mean of the losses of all
+forked, meet in the folder as `forked_ranks` says, and are assigned by Megatron itself. The expected result is the mean of the losses of all
 tokens of a microbatch that count, in float64 on whole sequences.
 """
 
@@ -120,7 +120,7 @@ def apart(step: Step, mask: str, ranks: int, group: Any) -> list[float]:
 
 
 def facts(module: ModuleType, ranks: int) -> dict[str, Any]:
-    """Return what this rank computes."""
+    """Return the results of this rank."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -136,7 +136,7 @@ def facts(module: ModuleType, ranks: int) -> dict[str, Any]:
         "two": Step(module, ranks, "last third", two=True).bits(),
         "no loss": bits(Step(module, ranks, "last third", no_loss=True).reports[0]),
     }
-    # A group whose two ranks hold the same parts: the mean of their counts is what each counts.
+    # A group whose two ranks hold the same parts: the mean of their counts is the count of each.
     if (ranks, RANKS) == (2, 4):
         pairs = [torch.distributed.new_group(each) for each in ([0, 2], [1, 3])]
         inner, wrapped = torch.nn.Identity(), torch.nn.Identity()
@@ -162,7 +162,7 @@ def refused(module: ModuleType, ranks: int) -> str | None:
 
 
 def _on_rank(module: ModuleType) -> dict[str, Any]:
-    """Return what a rank finds."""
+    """Return the results of a rank."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}

@@ -4,7 +4,7 @@
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_MTP_TOKEN_COUNTS_LOCAL=on must switch the overlay on. Ranks are
 forked, and meet in the folder as `forked_ranks` says. Each measures with that overlay and the one of padded rows, with either, and with
-neither. Gradients and tokens are summed over ranks, and divided by each other, as `finalize_model_grads` does. What is true is
+neither. Gradients and tokens are summed over ranks, and divided by each other, as `finalize_model_grads` does. The expected result is
 the mean over all tokens of each prediction, of rows that no rank shares.
 """
 
@@ -42,7 +42,7 @@ STATES = {
 }
 DOCUMENTS = {"packed": Packing((8, 4, 8)), "padded": Packing((5, 3, 7), padded=(8, 4, 8))}
 ROW = Packing((16,))
-"""What is not packed."""
+"""A row that is not packed."""
 
 
 class Share:
@@ -160,7 +160,7 @@ def run(
     group: Any = None,
     **config: Any,
 ) -> torch.Tensor:
-    """Return what the module's own function returns for a part of a share."""
+    """Return the result of the module's own function for a part of a share."""
     from megatron.core import parallel_state
 
     labels = share.labels[:, mine]
@@ -213,7 +213,7 @@ def repaired(module: ModuleType, state: str) -> Iterator[None]:
 
 
 def facts(module: ModuleType, context: int) -> dict[str, Any]:
-    """Return what this rank finds in every state, by way."""
+    """Return the measurements of this rank in every state, by way."""
     tracker = module.MTPLossLoggingHelper.tracker
     takes_ids = "input_ids" in inspect.signature(module.process_mtp_loss).parameters
     found: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def facts(module: ModuleType, context: int) -> dict[str, Any]:
 
 
 def _on_rank(module: ModuleType) -> dict[str, Any]:
-    """Return what a rank finds."""
+    """Return the measurements of a rank."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
     if ON_CPU:
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it receives
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # upstream moves tensors there
     module = importlib.import_module(TARGET.module)
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == COUNTS.id)
     answer = {"decision": record.decision.value, "reason": record.reason}

@@ -8,7 +8,7 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling
 
 FIRST = ("loader", "source", "upkeep", "cli", "repro", "probes", "processes")
-"""Rooms whose tests begin: what they ask Python for takes as long as its heap is large, and upstreams fill it."""
+"""Rooms whose tests begin: their calls into Python take as long as its heap is large, and upstreams fill it."""
 LONGEST = (
     "test_dynamo.py",
     "test_lanes.py",
@@ -26,7 +26,7 @@ LONGEST = (
 SPLIT = {
     "test_liger_flce_none_backward.py": re.compile(r"\[(?:.*-)?(\d+\.\d+\.\d+)[-\]]|(logits_that_were_kept)"),
 }
-"""Files whose tests share something for each of several groups, and what in the name of a test says its group."""
+"""Files whose tests share a long run for each of several groups, and the part of a test's name that says its group."""
 
 
 def turn(file: Path) -> int:
@@ -47,7 +47,7 @@ def unit(test: str) -> str:
 class SharedRunScheduling(LoadFileScheduling):  # type: ignore[misc]
     """Files as units of work, but for those that are split.
 
-    A mark `xdist_group` would say the same beside the tests; pytest-xdist 3.8 loses it with pytest 9.2.
+    A mark `xdist_group` on the tests would do the same; pytest-xdist 3.8 loses it with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:

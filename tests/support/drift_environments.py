@@ -49,10 +49,10 @@ def digest(content: str | bytes, algorithm: str = "sha256") -> str:
     return base64.urlsafe_b64encode(hashlib.new(algorithm, raw).digest()).rstrip(b"=").decode()
 
 
-def install(target: Path, *what: Path | str, find_links: Path | None = None) -> None:
+def install(target: Path, *packages: Path | str, find_links: Path | None = None) -> None:
     """Install with pip into a folder; pip notes the origin of a path, and not of a name that it finds by `find_links`."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    words = [*command, "--disable-pip-version-check", "--target", str(target), *map(str, what)]
+    words = [*command, "--disable-pip-version-check", "--target", str(target), *map(str, packages)]
     words += ["--find-links", str(find_links)] if find_links else []
     env = {name: value for name, value in without_pythonpath().items() if name not in measuring()}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
@@ -65,6 +65,6 @@ def without_pythonpath() -> dict[str, str]:
 
 
 def installed_in(target: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Installation]:
-    """Put a folder first on the path, and return what is installed in it."""
+    """Put a folder first on the path, and return the distributions that are installed in it."""
     monkeypatch.syspath_prepend(target)
     return installations.find_all([str(target)])

@@ -1,4 +1,4 @@
-"""The DSA indexer of an upstream tree as a module of plain functions, and cases for it: what the tests of it share."""
+"""The DSA indexer of an upstream tree as a module of plain functions, and cases for it, shared by its tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 
 
 def indexer_of(tree: Path | SourceTree) -> ModuleType:
-    """Return the scores, the loss and its autograd function of a tree, executed without what they import.
+    """Return the scores, the loss and its autograd function of a tree, executed without the modules that they import.
 
     Of the class that 0.16 has, only the method that computes the scores is there.
     """
@@ -56,7 +56,7 @@ def _with_the_rest(tree: SourceTree, name: str) -> ModuleType:
 
 @functools.cache
 def _the_rest(text: str, path: str) -> list[bytes]:
-    """Return code that defines what of a module is no function, and is asked for here."""
+    """Return code for the definitions of a module that are no functions and that these tests use."""
     found = []
     for node in ast.parse(text).body:
         names = {getattr(node, "name", None)}
@@ -81,7 +81,7 @@ def shape_of(tree: SourceTree) -> str:
 
 
 def installed(tree: SourceTree, module: ModuleType) -> Any:
-    """Put the seams into a module; return what takes them out."""
+    """Put the seams into a module; return a function that removes them."""
     return install(OVERLAY, shape_of(tree), module)
 
 
@@ -120,10 +120,10 @@ def trained(module: ModuleType, inputs: list[Any], pg_collection: Any = ALONE, *
     """Train with the fused loss once; return loss and gradients.
 
     Args:
-        module: what `indexer_of` returned, or the real module.
+        module: the module that `indexer_of` returned, or the real one.
         inputs: q, weights and k.
         pg_collection: the process groups.
-        loss: what the autograd function of that version takes, by name; the rest has defaults of this function.
+        loss: arguments of that version's autograd function, by name; the rest has defaults of this function.
     """
     q, _, k = inputs
     (queries, batch), keys = q.shape[:2], k.size(0)

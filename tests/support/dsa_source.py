@@ -1,4 +1,4 @@
-"""Functions of an upstream tree as plain functions, and edits of its text: what the DSA and GDN tests share."""
+"""Functions of an upstream tree as plain functions, and edits of its text, shared by the DSA and GDN tests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AttnMaskType(enum.Enum):
 
 
 def trees(metafunc: pytest.Metafunc, fixture: str, *stand_ins: str) -> None:
-    """Run what asks for a fixture on the named stand-ins and on every given tree."""
+    """Parametrize tests that take a fixture with the named stand-ins and every given tree."""
     if fixture in metafunc.fixturenames:
         paths = [STAND_INS[name] for name in stand_ins]
         given: list[Path] = [path.resolve() for path in metafunc.config.getoption("--upstream-tree")]
@@ -85,7 +85,7 @@ def trees(metafunc: pytest.Metafunc, fixture: str, *stand_ins: str) -> None:
 
 
 def module_of(tree: Path | SourceTree, name: str, *only: str) -> ModuleType:
-    """Return the top-level functions of a module, or some, executed without what it imports from Megatron.
+    """Return the top-level functions of a module, or some, executed without the module's imports from Megatron.
 
     A DSA masking module finds the layout module of the same tree.
     """
@@ -103,7 +103,7 @@ def module_of(tree: Path | SourceTree, name: str, *only: str) -> ModuleType:
 
 @functools.cache
 def _functions(text: str, path: str, only: tuple[str, ...]) -> bytes:
-    """Return code that defines the functions of a module; whoever runs it has code objects of their own."""
+    """Return marshalled code that defines the functions of a module; each execution makes code objects of its own."""
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     functions = [node for node in functions if not only or node.name in only]
     return compiled("\n".join(map(ast.unparse, functions)), path)
@@ -114,7 +114,7 @@ def compiled(text: str, path: str) -> bytes:
 
 
 def install(part: Overlay, shape: str, module: ModuleType) -> Callable[[], None]:
-    """Put in the seams of a shape; return what takes them out."""
+    """Put in the seams of a shape; return a function that removes them."""
     placed = []
     for replacement in part.replacements[shape]:
         owner, name = live_names.resolve(module, replacement.symbol)

@@ -58,7 +58,7 @@ class TriedEnvironment:
 
 
 def make(folder: Path, python: str = sys.executable) -> TriedEnvironment:
-    """Make an environment of a Python, with this checkout and what it needs on its path."""
+    """Make an environment of a Python, with this checkout and its dependencies on its path."""
     subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=HANG_S)
     return _filled(TriedEnvironment(folder))
 

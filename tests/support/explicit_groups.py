@@ -3,9 +3,9 @@
     STATES="on off" python tests/support/explicit_groups.py FOLDER LAYOUTS...
 
 The release is the one that is first on the path. Four ranks are forked, and meet in the folder as `forked_ranks` says. A layout says which
-are the default tensor parallel groups of the process. Layers are those of the cases of pack 44, also with sequence parallelism and with fused
-down projections, and a prediction layer. They are built on pairs of ranks, and given other values on each pair; what a rank has is compared
-with its share of what the same layer does on one rank with the values of its pair.
+ranks form the default tensor parallel groups of the process. Layers are those of the cases of pack 44, also with sequence parallelism and
+with fused down projections, and a prediction layer. They are built on pairs of ranks, and given other values on each pair. The results of a
+rank are compared with its share of the results of the same layer on one rank with the values of its pair.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Norm(torch.nn.Module):
 
 
 class Predicting(torch.nn.Module):
-    """A real prediction layer that recomputes itself and shares out what it saves."""
+    """A real prediction layer that recomputes itself and distributes its saved activations."""
 
     def __init__(self, groups: dict[str, Any]) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Predicting(torch.nn.Module):
 
 
 def fused(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return what builds the attention of the pack with one down projection for queries, keys and values."""
+    """Return a builder of the pack's attention with one down projection for queries, keys and values."""
     module: Any = importlib.import_module(PACK.LATENT)
     parts_of = module.MLASelfAttentionSubmodules
 
@@ -151,7 +151,7 @@ class OfPart(torch.nn.Module):
 
 
 def step(way: Way, group: Any, alone: Any, pair: int) -> dict[str, torch.Tensor]:
-    """Run a layer forwards and backwards on the values of a pair, and return what its parameters and inputs learn."""
+    """Run a layer forward and backward on the values of a pair; return its output and the gradients of parameters and inputs."""
     sequence = way.sequence and group.size() > 1
     common = PACK._common
     if way.kind == "prediction":
@@ -169,12 +169,12 @@ CASES = {"cross": PACK._cross, "latent": PACK._latents, "llava": PACK._embedding
 
 
 def axis_of(theirs: Callable[[str], int | None]) -> Callable[[str], int | None]:
-    """Return what says along which axis ranks share a weight, also of a prediction layer."""
+    """Return a function from the name of a weight to the axis along which ranks share it, also for a prediction layer."""
     return lambda name: 0 if name.endswith("eh_proj.weight") else theirs(name)
 
 
 def share_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what shares weights out, and what is fused in a weight by itself."""
+    """Return a function that returns a rank's share of a weight; the parts of a fused weight are shared out separately."""
 
     def share(name: str, whole: torch.Tensor, group: Any, *, is_cut: bool) -> Any:
         if not name.endswith(FUSED):
@@ -186,7 +186,7 @@ def share_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expected(way: Way, name: str, true: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return what a rank has of what one rank has."""
+    """Return a rank's share of the results of one rank."""
     if name == "hidden" and way.sequence:
         parts = [each if rank == group.rank() else each * 0 for rank, each in enumerate(true.chunk(group.size()))]
         return torch.cat(parts)
@@ -195,7 +195,7 @@ def expected(way: Way, name: str, true: torch.Tensor, group: Any) -> torch.Tenso
 
 
 def compared(way: Way, group: Any, alone: Any, pair: int, true: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return how far what this rank has is from what one rank has."""
+    """Return how far this rank's results are from its share of the results of one rank."""
     found = step(way, group, alone, pair)
     wanted = {name: expected(way, name, each, group) for name, each in true.items()}
     return {
@@ -206,7 +206,7 @@ def compared(way: Way, group: Any, alone: Any, pair: int, true: dict[str, torch.
 
 
 def on_rank(number: int, layout: str, names: list[str]) -> dict[str, Any]:
-    """Return what one of the ranks measures in a layout."""
+    """Return the measurements of one rank in a layout."""
     torch.set_num_threads(1)
     alone = [torch.distributed.new_group([each]) for each in range(RANKS)][number]
     pairs = PAIRS[layout]

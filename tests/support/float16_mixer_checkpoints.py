@@ -1,6 +1,6 @@
 """A_log in files of Megatron's dist_checkpointing, on the CPU: a script that prints one line for each way.
 
-`cast` is a run whose A_log was cast to bf16, `kept` one that keeps it in fp32. Both have a bf16 weight beside it, and
+`cast` is a run whose A_log was cast to bf16, `kept` one that keeps it in fp32. Both also have a bf16 weight, and
 `Float16OptimizerWithFloat16Params` after one step. Its constructor takes CUDA tensors only and is left out.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Run:
-    """A bf16 weight and an A_log, with what an optimizer has of them."""
+    """A bf16 weight and an A_log, with their state in an optimizer."""
 
     def __init__(self, how: str, *, seed: int) -> None:
         import torch
@@ -51,16 +51,16 @@ class Run:
             fp32_from_fp32_groups=[[value for name, value in self.model.items() if name not in cast]],
         )
 
-    def sharded(self, what: str) -> dict[str, Any]:
-        """Return what a checkpoint holds: the model, or the whole with its optimizer."""
+    def sharded(self, contents: str) -> dict[str, Any]:
+        """Return the state dict of a checkpoint: of the model alone, or of the model with its optimizer."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
         model = {name: ShardedTensor.from_rank_offsets(name, value) for name, value in self.model.items()}
-        whole = {"optimizer": self.optimizer.sharded_state_dict(dict(model))} if what == "whole" else {}
+        whole = {"optimizer": self.optimizer.sharded_state_dict(dict(model))} if contents == "whole" else {}
         return {"model": model, **whole}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take what a checkpoint held."""
+        """Load the state dict of a checkpoint."""
         import torch
 
         with torch.no_grad():
@@ -76,21 +76,21 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one.detach().double(), other.detach().double())
 
 
-def outcome(folder: Path, saved: str, loaded: str, what: str) -> str:
-    """Return in words what became of A_log, of its moments, and of the fp32 value that is updated."""
+def outcome(folder: Path, saved: str, loaded: str, contents: str) -> str:
+    """Return in words whether A_log, its moments and the fp32 value that is updated survive saving and loading."""
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
     first, other = Run(saved, seed=1), Run(loaded, seed=2)
-    dist_checkpointing.save(first.sharded(what), str(folder))
+    dist_checkpointing.save(first.sharded(contents), str(folder))
     try:
-        state = dist_checkpointing.load(other.sharded(what), str(folder))
+        state = dist_checkpointing.load(other.sharded(contents), str(folder))
     except CheckpointException as error:
         return f"fails: {str(error).strip().splitlines()[-1].partition(': [')[0]}"
     other.load(state)
     one, two = first.model["A_log"], other.model["A_log"]
     words = ["same" if same(one, two) else "rounded" if same(one.bfloat16(), two) else "other"]
-    if what == "whole":
+    if contents == "whole":
         moments = first.inner.state[first.main["A_log"]], other.inner.state[other.main["A_log"]]
         words.append(
             "same" if all(same(moments[0][key], moments[1][key]) for key in ("exp_avg", "exp_avg_sq")) else "other"
@@ -119,10 +119,10 @@ def main() -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")
     with tempfile.TemporaryDirectory() as root:
         torch.distributed.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=0, world_size=1)
-        for saved, loaded, what in product(("cast", "kept"), ("cast", "kept"), ("model", "whole")):
-            folder = Path(root) / f"{saved}-{loaded}-{what}"
+        for saved, loaded, contents in product(("cast", "kept"), ("cast", "kept"), ("model", "whole")):
+            folder = Path(root) / f"{saved}-{loaded}-{contents}"
             folder.mkdir()
-            sys.stdout.write(f"{saved} {loaded} {what}: {outcome(folder, saved, loaded, what)}\n")
+            sys.stdout.write(f"{saved} {loaded} {contents}: {outcome(folder, saved, loaded, contents)}\n")
         torch.distributed.destroy_process_group()
 
 

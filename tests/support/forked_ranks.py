@@ -1,8 +1,8 @@
-"""Ranks as forked copies of a process that has imported what they need, each with what it found.
+"""Ranks as forked copies of a process that has imported their modules, each with its result.
 
 They meet with gloo and have their tensors on the CPU. With RANKS_ON=cuda they meet with NCCL, and each has a device: then the process
-that is copied must not have touched one. Where there are fewer devices than ranks, ranks share them, and NCCL is told that they
-are on several hosts, for it refuses two ranks of one host on one device.
+that is copied must not have touched one. Where there are fewer devices than ranks, ranks share them, and NCCL_HOSTID gives each its own
+host: NCCL refuses two ranks of one host on one device.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def bits(*results: Any) -> str:
 
 
 def on_ranks(count: int, folder: Path, find: Callable[[int], Any]) -> list[Any]:
-    """Return what each rank found, as JSON brings it back.
+    """Return the result of each rank, as JSON brings it back.
 
     Args:
         count: how many ranks.
-        folder: where they meet and leave what they found.
+        folder: where they meet and leave their results.
         find: called with its number on each rank, in the process group of all of them.
     """
 

@@ -1,9 +1,9 @@
-"""Calling a dispatcher of the fused SparseMLA kernel without the kernel, and what was seen; also a program.
+"""Call a dispatcher of the fused SparseMLA kernel without the kernel, and return the arguments of the kernel; also a program.
 
     python fp8_dispatch.py MODULE SYMBOL
 
-calls the dispatcher of one tree, which must be first on the path, with and without the seam, and prints what the
-kernel got as JSON. Trees share the name of the real package, so each gets a process.
+calls the dispatcher of one tree, which must be first on the path, with and without the seam, and prints the arguments that
+the kernel got as JSON. Trees share the name of the real package, so each gets a process.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 class Kernel:
-    """Stands where TileLang's autograd function would be, for both layouts; keeps what it got."""
+    """Stand-in for TileLang's autograd function, for both layouts; keeps its arguments."""
 
     def __init__(self) -> None:
         self.got: list[tuple[Any, Any]] = []
@@ -87,7 +87,7 @@ class Kernel:
 
 
 class TraceableKernel(torch.autograd.Function):
-    """Stands where TileLang's kernel would be, and torch.compile can trace it."""
+    """Stand-in for TileLang's kernel that torch.compile can trace."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, indices: Any, scale: float) -> Any:
@@ -135,7 +135,7 @@ def kinds(kernel: Kernel) -> list[str]:
 
 
 def report(module_name: str) -> dict[str, Any]:
-    """Return what the kernel of a tree gets without and with the seam, and whether anything else changed."""
+    """Return the arguments that the kernel of a tree gets without and with the seam, and whether anything else changed."""
     module, part = importlib.import_module(module_name), part_of(module_name)
     dispatch = part.target.symbol
     query, key, indices = inputs()

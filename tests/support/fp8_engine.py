@@ -1,7 +1,7 @@
 """Transformer Engine without its compiled half: the Python part of a released wheel, loaded straight from the file.
 
 Its compiled extension is replaced by a module that has the enumerations and raises for everything else, and the two
-packages whose `__init__` would load native libraries are entered past it. What remains is upstream's own Python: the
+packages whose `__init__` would load native libraries are imported without running it. The rest is upstream's own Python: the
 tensor classes, their dispatch and their autograd functions. Nothing here is in a test's own process for longer than
 `loaded` lasts.
 """
@@ -94,7 +94,7 @@ def loaded(wheel: Path) -> Iterator[SimpleNamespace]:
     replaced["transformer_engine.common"].__getattr__ = _missing  # type: ignore[method-assign]
     sys.modules.update(replaced)
     current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")  # what upstream takes where no device is given
+    torch.cuda.current_device = lambda: torch.device("cpu")  # upstream's default where no device is given
     try:
         # Up to 2.9 the modules import this from the package itself.
         replaced["transformer_engine.pytorch"].torch_version = lambda: (2, 11)  # type: ignore[attr-defined]

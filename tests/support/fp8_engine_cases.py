@@ -123,7 +123,7 @@ OPENED_ON_CPU: dict[str, Callable[..., Any]] = {
 ALL = {**OPENED_ON_CPU, "MXFP8Tensor": mxfp8, "NVFP4Tensor": nvfp4}
 
 
-# What the wrappers say and do
+# Results and attributes of the wrappers
 
 
 def case_every_wrapper_says_bf16_and_points_nowhere() -> None:
@@ -317,7 +317,7 @@ def case_attention_over_a_stored_key_is_that_over_the_dequantized_one_with_its_g
 
 
 class Recorder:
-    """Stands where TileLang's autograd function would be."""
+    """Stand-in for TileLang's autograd function."""
 
     got: list[tuple[Any, Any]]
 
@@ -433,7 +433,7 @@ def case_the_indexer_still_hands_a_null_pointer_to_its_kernel() -> None:
 
 
 def main() -> None:
-    """Run every case and print what became of it."""
+    """Run every case and print its outcome."""
     report = {}
     for name, case in list(globals().items()):
         if not name.startswith("case_"):

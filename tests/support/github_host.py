@@ -35,7 +35,7 @@ class Request:
 
 
 class Host:
-    """The server. `replies[path]` is what a path answers: the first of them each time until one is left."""
+    """The server. `replies[path]` are the answers of a path, in order; the last one is repeated."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -51,7 +51,7 @@ class Host:
         return [request.path for request in self.requests]
 
     def issue(self, repository: str, number: int, **changes: Any) -> None:
-        """Put an issue; `pull_request=` makes it what the issues answer for a pull request."""
+        """Put an issue; `pull_request=` makes it the answer of the issues endpoint for a pull request."""
         self.put(f"/repos/{repository}/issues/{number}", issue(repository, number, **changes))
 
     def pull(self, repository: str, number: int, **changes: Any) -> None:
@@ -105,7 +105,7 @@ def pull(repository: str, number: int, **changes: Any) -> dict[str, Any]:
 
 
 def merged(day: str, commit: str = "a" * 40, **changes: Any) -> dict[str, Any]:
-    """Return what is different in a pull request that was merged at noon of a day."""
+    """Return the changed fields of a pull request that was merged at noon of a day."""
     moment = f"{day}T12:00:00Z"
     return {"state": "closed", "closed_at": moment, "merged_at": moment, "merge_commit_sha": commit, **changes}
 

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measured() -> dict[str, Any]:
-    """Return what routers learn now, by what they are asked."""
+    """Return the gradients of routers now, by case."""
     return {
         "cases": [case.run().broken for case in PACK.CASES],
         "neighbours": {each.name: neighbour.measured(each).numbers for each in neighbour.load(FOLDER)},

@@ -2,7 +2,7 @@
 
 A launch puts interpreted functions in the place of those of `triton.language`, by looking at every member of it. Each call of
 a jitted function inside the kernel does the same once more, though all is in place: a third of the time of kernels that are
-written in small functions. And each operation makes a table of dtypes anew. What is computed stays the same.
+written in small functions. And each operation makes a table of dtypes anew. The results stay the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 class _NothingToRestore:
     def restore(self) -> None:
-        """Leave what the launch has put in place to the launch."""
+        """Do nothing: the launch restores the functions that it replaced."""
 
 
 def hasten() -> None:
@@ -30,7 +30,7 @@ def hasten() -> None:
         if languages and languages <= in_place:
             return _NothingToRestore()
         scope = patch(function)
-        if not in_place:  # a launch, which restores; nobody restores for a call inside it
+        if not in_place:  # a launch, which restores; a call inside a kernel must not
             in_place.update(languages)
             restore = scope.restore
 

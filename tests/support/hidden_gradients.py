@@ -1,7 +1,7 @@
 """Layers of a release of Megatron that recompute under CUDA graphs, and the parameters that graphs find, as JSON.
 
-A graph needs a GPU. So what stands in for its manager runs what a graph would capture, and then asks the release's own walk back from the
-outputs for the parameters that it finds.
+A graph needs a GPU. So the stand-in for its manager runs the code that a graph would capture, and then asks the release's own walk back from
+the outputs for the parameters that it finds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GPT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "deprecated": ({"enable_cuda_graph": True}, BOTH),
     "te": ({"cuda_graph_impl": "transformer_engine"}, BOTH),
 }
-"""What is asked of a layer: options of graphs, and what is to be recomputed."""
+"""Settings of a layer: options of graphs, and the modules to recompute."""
 MLA: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mla, none": ({}, ALL),
     "mla, local": ({"cuda_graph_impl": "local"}, ALL),
@@ -52,7 +52,7 @@ def as_on_a_cpu() -> None:
 
 
 class Walk:
-    """Runs what a graph of a layer would capture, and keeps which of its parameters a graph would give gradients."""
+    """Runs the code that a graph of a layer would capture, and keeps the parameters that would get gradients from a graph."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.found: set[str] = set()
@@ -111,7 +111,7 @@ def made(config: Any, *, mla: bool) -> Any:
 
 
 def facts(options: dict[str, Any], recomputed: list[str], *, mla: bool) -> dict[str, Any]:
-    """Return what is recomputed of one layer, which parameters its graph would not find, and whether gradients are right."""
+    """Return the modules that one layer recomputes, the parameters that its graph would not find, and whether gradients are right."""
     given = list(recomputed)
     config = configured(options, given, mla=mla)
     layer = made(config, mla=mla)

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: what Megatron's dispatcher answers on made-up devices, as JSON.
+"""Run in a fresh interpreter: the answers of Megatron's dispatcher on made-up devices, as JSON.
 
 The tree is the one that is first on the path. MEGACPP_OVERLAYS decides whether the overlay is on. With LATE=1 it is
 imported after the target, and after a failed call. With KERNELS=1 the packages of upstream's kernels can be imported,
@@ -51,7 +51,7 @@ OVERLAY = "hopper-flce-dispatch"
 
 
 class Device:
-    """What torch says of a GPU that is not there."""
+    """The properties that torch reports of a GPU that is not there."""
 
     def __init__(self) -> None:
         self.major = 9
@@ -97,7 +97,7 @@ def blackwell_entry() -> dict[str, list[str]] | None:
 
 
 def hopper_without_kernels(device: Device) -> Any:
-    """Return the answer for 9 where upstream's own entry could not import what it needs, and what was logged."""
+    """Return the answer for 9 where the imports of upstream's own entry failed, and the logged messages."""
     try:
         from megatron.core.fusions.linear_cross_entropy.hopper import entry
     except ImportError:

@@ -1,4 +1,4 @@
-"""The hybrid models that the tests of pack 11 compare, fused beside not fused: options of `hybrid_model.make`."""
+"""The hybrid models that the tests of pack 11 compare, fused with not fused: options of `hybrid_model.make`."""
 
 from __future__ import annotations
 

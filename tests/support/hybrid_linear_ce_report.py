@@ -1,7 +1,7 @@
-"""Run in a fresh interpreter: what hybrid models of the tree that is first on the path do on the CPU, as JSON.
+"""Run in a fresh interpreter: measurements of the hybrid models of the tree that is first on the path, on the CPU, as JSON.
 
-MEGACPP_OVERLAYS and its like decide what is on. HYBRID has, for one rank of a tensor-parallel group, its number, how many
-there are, and a file to meet at. With HYBRID_ONLY set, one step is all that is done.
+MEGACPP_OVERLAYS and its like decide which overlays are on. HYBRID has, for one rank of a tensor-parallel group, its number, how many
+there are, and a file to meet at. With HYBRID_ONLY set, only one step runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def differences(one: tuple[Any, dict[str, Any]], other: tuple[Any, dict[str, Any
 
 
 def compare(options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return what is different between the two models of a case."""
+    """Return the differences between the two models of a case."""
     plain, fused = pair(options)
     given = inputs()
     report: dict[str, Any] = differences(step(plain, given, **more), step(fused, given, **more))
@@ -136,7 +136,7 @@ def checkpoints(options: dict[str, Any]) -> bool:
 
 
 def calls_of_the_layer() -> dict[str, Any]:
-    """Return how often the output layer is called in a step without MTP, and the shape of what a hook sees."""
+    """Return the shape that a hook of the output layer sees for each call of the layer in a step without MTP."""
     model, shapes = make(), []
     model.output_layer.register_forward_hook(lambda layer, given, seen: shapes.append(list(seen.shape)))
     step(model, inputs())
@@ -152,7 +152,7 @@ def positional() -> bool:
 
 
 def inner_stage() -> dict[str, Any]:
-    """Return what a model without an output layer does with labels."""
+    """Return the result of a model without an output layer that is called with labels."""
     model = make(stages={"pre_process": True, "post_process": False})
     return {"shape": list(model(**inputs()).shape), "has a layer": hasattr(model, "output_layer")}
 
@@ -170,7 +170,7 @@ def ignored() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """Return what is said of output layers that cannot be asked for the loss."""
+    """Return the errors for output layers that cannot compute the loss, with the loss fused and not fused."""
 
     class Other(upstream.tensor_parallel.ColumnParallelLinear):
         pass
@@ -184,7 +184,7 @@ def refusals() -> dict[str, str]:
 
 
 def cache_is_kept() -> bool | None:
-    """Return whether what forward sets on the model is there after a step that looked at a view."""
+    """Return whether an attribute that forward sets on the model is there after a step that looked at a view."""
     model = make("*-/*-")
     model._decoder_hidden_states_cache = None
     if hybrid_model.STAND_IN:
@@ -198,7 +198,7 @@ def cache_is_kept() -> bool | None:
 
 
 def ranked(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is different between the two models on this rank."""
+    """Return the differences between the two models on this rank."""
     return {name: compare(options) for name, options in RANKED.items()}
 
 

@@ -77,7 +77,7 @@ def make(
     """Return a model with weights that depend on the seed alone.
 
     Args:
-        pattern: upstream's letters for layers; what follows a slash is a head of multi-token prediction.
+        pattern: upstream's letters for layers; a part after a slash is a head of multi-token prediction.
         impl: `cross_entropy_fusion_impl`, or None for a loss that is not fused.
         tie: whether the output layer has the weight of the embedding.
         model_class: `HybridModel` unless said otherwise.
@@ -140,7 +140,7 @@ def let_the_cpu_compute_the_loss() -> None:
 
 
 def inputs(labels_from: int = 0, **sizes: int) -> dict[str, torch.Tensor]:
-    """Return what a step takes: tokens, positions, mask and labels."""
+    """Return the inputs of a step: tokens, positions, mask and labels."""
     at = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "batch": BATCH, **sizes}
     device = _device()
     generator = torch.Generator().manual_seed(11 + labels_from)

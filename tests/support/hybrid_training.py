@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: train a hybrid model with Mamba layers on a GPU, fused beside not fused; JSON.
+"""Run in a fresh interpreter: train a hybrid model with Mamba layers on a GPU, fused compared with not fused; JSON.
 
     HYBRID_TRAINING='{"steps": 20}' PYTHONPATH=tree:. python tests/support/hybrid_training.py
 

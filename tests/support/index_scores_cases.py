@@ -20,7 +20,7 @@ DEVICES = {
         ("RTX 5090", 12, 0, 101376, 170),
     )
 }
-"""What torch tells of some devices; shared memory in bytes."""
+"""The properties that torch reports of some devices; shared memory in bytes."""
 
 LAYOUTS = [
     "contiguous",
@@ -103,7 +103,7 @@ def by_hand(grad: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, k: torch
 def misplaced(found: Any, number: float, alone: bool, is_open: bool, use_relu: bool) -> dict[str, list[list[int]]]:
     """Return where gradients for `spoil` are finite and upstream's are not, or the reverse, or where others differ.
 
-    All of what the number reaches is spoilt upstream: every dim and head of its query, and every dim of its key.
+    Upstream, the number spoils all that it reaches: every dim and head of its query, and every dim of its key.
     """
     (q, weights, k, grad), (query, batch, key) = spoil(number, alone, is_open)
     truths = by_hand(*[each.double() for each in (grad, q, weights, k)], use_relu=use_relu)
@@ -160,7 +160,7 @@ def roundings(
 ) -> dict[str, tuple[float, float]]:
     """Return for the scores and each gradient the largest share of its allowed error, and its error in the norm.
 
-    Allowed is what float32 sums of that many terms may lose, in any order, and one rounding to the dtype of the
+    The allowed error is the loss of float32 sums of that many terms, in any order, and one rounding to the dtype of the
     gradient. Where rounding may turn the sign of a product, its gate may be open or closed.
 
     Args:
@@ -201,13 +201,13 @@ def roundings(
         "k": in_k["k"] + flipped["k"],
     }
     shares = {}
-    for what, seen in zip(("scores", "q", "weights", "k"), found, strict=True):
-        truth, margin = true[what], 1.01 * allowed[what]
+    for name, seen in zip(("scores", "q", "weights", "k"), found, strict=True):
+        truth, margin = true[name], 1.01 * allowed[name]
         margin = (
             margin + (1 + cut) * ROUNDING[seen.dtype] * (truth.abs() + margin) + 1e-7 * (seen.dtype == torch.float16)
         )
         error = (seen.double() - truth).abs()
         share = torch.where(error > 0, error / margin, 0.0)
         norm = float(truth.norm())
-        shares[what] = (float(share.max()) if share.numel() else 0.0, float(error.norm()) / norm if norm else 0.0)
+        shares[name] = (float(share.max()) if share.numel() else 0.0, float(error.norm()) / norm if norm else 0.0)
     return shares

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the tensor-core kernels of pack 12 return, as JSON."""
+"""Run in a fresh interpreter under TRITON_INTERPRET=1: facts about the results of the tensor-core kernels of pack 12, as JSON."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def random_numbers() -> dict[str, dict[str, float]]:
             q, weights, k, grad = random(3, *SIZES[name])
             results = compute(grad, q, weights.float(), k, use_relu)
             shares = roundings(results, grad, q, weights.float(), k, use_relu, ROUNDING[torch.float16], cut=True)
-            found[f"{name}, relu {use_relu}"] = {what: share for what, (share, _) in shares.items()}
+            found[f"{name}, relu {use_relu}"] = {key: share for key, (share, _) in shares.items()}
     return found
 
 
@@ -187,18 +187,18 @@ def same_digits_beside_a_large_tile() -> dict[str, list[bool]]:
     found = {}
     for large in range(3):
         factor = torch.where(torch.arange(140) // 64 == large, 1.0, 2.0**-40)
-        beside = index_scores.gradients(grad * factor[:, None], q, weights, k)[:2]
+        scaled = index_scores.gradients(grad * factor[:, None], q, weights, k)[:2]
         found[f"tile {large}"] = [
             torch.equal(one.float(), other.float() * factor.view(-1, *[1] * (other.ndim - 1)))
-            for one, other in zip(beside, plain, strict=True)
+            for one, other in zip(scaled, plain, strict=True)
         ]
     return found
 
 
 def cancellation() -> dict[str, float]:
-    """Return the error of the gradient of queries as a multiple of that of a cut to bfloat16, by what keys share.
+    """Return the error of the gradient of queries as a multiple of that of a cut to bfloat16, by the size of the part that keys share.
 
-    The gradient of a softmax adds up to 0 over keys, so what they have in common drops out, but not its rounding.
+    The gradient of a softmax adds up to 0 over keys, so their common part drops out, but not its rounding.
     """
     sizes = (64, 256, 1, 2, 32)
     q, weights, spread, logits = random(12, *sizes)

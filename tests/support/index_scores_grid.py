@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 
 SLICES = {"a slice of queries": 0, "a slice of the batch": 1, "a slice of heads": 2}
-"""Layouts beside those of index_scores_cases, with the axis that is cut out of a longer one."""
+"""Layouts in addition to those of index_scores_cases, with the axis that is cut out of a longer one."""
 INNERMOST = "heads innermost"
 
 GRID = {

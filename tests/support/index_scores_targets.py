@@ -1,7 +1,7 @@
 """Run in a fresh interpreter: compile the kernels of pack 12 for devices that this host need not have; print JSON.
 
-Triton is told that another device is current, and a launch ends once its program is compiled: tiles, stages and what is
-known of the arguments are those of a real call. Triton's cache keeps the programs.
+Another device is made current for Triton, and a launch ends once its program is compiled: tiles, stages and the known properties
+of the arguments are those of a real call. Triton's cache keeps the programs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def obstacle() -> str | None:
 def order_of(compiled: Any) -> dict[str, int]:
     """Return whether a program begins while the one ahead ends, and where it lets the next one in, waits, and touches memory.
 
-    Places are -1 for what it does not do.
+    Places are -1 for steps that the program does not have.
     """
     ptx = compiled.asm["ptx"]
     access = re.search(r"\b(ld|st|atom|red)\.global|cp\.async", ptx)
@@ -71,7 +71,7 @@ def order_of(compiled: Any) -> dict[str, int]:
 
 
 def machine_code_of(compiled: Any) -> dict[str, int]:
-    """Return the bytes of a thread's numbers that had no room in registers, and how often the matrix unit is told and waited for."""
+    """Return the spilled bytes of a thread, and how many products the matrix unit starts and how often the program waits for them."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -86,10 +86,10 @@ def machine_code_of(compiled: Any) -> dict[str, int]:
 
 
 def collect(*, machine_code: bool = False) -> list[dict[str, Any]]:
-    """From now on compile launches without running them; return the list that what each one needs is put on.
+    """Compile launches without running them from now on; return the list to which the needs of each one are appended.
 
     Args:
-        machine_code: whether to say what `machine_code_of` finds, which takes a process for each.
+        machine_code: whether to add the findings of `machine_code_of`, which takes a process for each.
     """
     from triton.runtime.jit import JITFunction
 
@@ -124,7 +124,7 @@ def compile_for(architecture: int, dim: int) -> None:
 
 
 def answer(compile_for: Callable[..., None], *, machine_code: bool = False) -> None:
-    """Print what the kernels of each case on the command line need, by the function that compiles one of its numbers.
+    """Print the needs of the kernels of each case on the command line, by the function that compiles one of its numbers.
 
     Args:
         machine_code: as of `collect`.

@@ -48,7 +48,7 @@ def module(text: str, package: str = PACKAGE) -> dict[str, str]:
 
 @dataclass
 class Index:
-    """What the server answers; a test may change it between two requests."""
+    """The answers of the server; a test may change them between two requests."""
 
     address: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class Index:
     has_project_json: bool = True
     status: int = 200
     served: dict[str, bytes] = field(default_factory=dict)
-    """What is sent instead of a file."""
+    """Contents that are sent instead of those of a file."""
     headers: dict[str, str] = field(default_factory=dict)
-    """What is sent beside every page."""
+    """Headers that are sent with every page."""
     asked: list[str] = field(default_factory=list)
     """Every path that was asked for."""
 

@@ -14,7 +14,7 @@ from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 
 def tree_of(lane: str) -> DirectoryTree:
-    """Return what is installed in the environment of a lane; the test is skipped where there is none."""
+    """Return the packages of the environment of a lane; the test is skipped where there is none."""
     found = sorted((ROOT / ".envs" / lane).glob("lib/python3*/site-packages"))
     if not found:
         pytest.skip(f"there is no .envs/{lane}: run `make setup`")

@@ -264,7 +264,7 @@ def main() -> None:
     upstream.write(BROKEN_TEXT)
     upstream.write("from .layers import double as twice\n", module="user")
     logging.getLogger("megacpp_overlays").addHandler(logging.NullHandler())
-    World(upstream).session.arm()  # imports what arming imports
+    World(upstream).session.arm()  # imports the modules that arming needs
     # The loader walks over the heap and over all modules, which is nine tenths of the time. Objects and modules that are
     # there now have no reference to upstream and are left out. The loader would refuse a frozen heap, so none is reported.
     gc.collect()

@@ -11,7 +11,7 @@ A process whose key is kept does not run. Answers of the last commit are in `tes
 were derived since are in `.cache/answers`. With `KEPT_ANSWERS=no` every process runs, as in `make test-all`.
 
 A process that loaded a module of this checkout which the key does not cover is an error: see `observed_imports.py`. The package
-is switched off in these processes, so what `import megacpp_overlays` alone loads is no part of a key.
+is switched off in these processes, so the modules that `import megacpp_overlays` alone loads are no part of a key.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def key_of(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> 
     """Return 20 hexadecimal digits for a process and all that its answer depends on.
 
     Args:
-        script: what the process runs.
+        script: the script that the process runs.
         words: its arguments.
         variables: of its environment, see `environment`.
     """
@@ -126,7 +126,7 @@ def key_of(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> 
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process: that of this one, and of what may change an answer nothing but these variables."""
+    """Return the environment of a process: this one's, where variables that may change an answer are replaced by the given ones."""
     return {**{name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}, **variables}
 
 

@@ -1,6 +1,6 @@
 """Kept passes: which files of tests passed before, each with a key of all that its tests are made of.
 
-A test of an overlay or of a kernel runs it on real releases, on ranks or in Triton's interpreter, and what it finds depends on
+A test of an overlay or of a kernel runs it on real releases, on ranks or in Triton's interpreter, and its result depends on
 nothing but files of this checkout and on locked releases. So a file of tests that passed is kept in `tests/answers/passed.json`
 under a key of
 
@@ -9,11 +9,11 @@ under a key of
     data      stand-ins, settings of pytest, locks, and every other file of the checkout that its tests opened when it was kept
     host      Python, the machine's architecture, and whether it has a GPU and Transformer Engine
 
-`pytest --kept` leaves out the files whose key is the kept one; `pytest --keep` keeps what passed. `make test` does the first, and
-`make passes` both, so that the next commit runs only the tests of what it changes. `make test-all` runs all.
+`pytest --kept` leaves out the files whose key is the kept one; `pytest --keep` keeps the files that pass. `make test` does the first, and
+`make passes` both, so that the next commit runs only the tests of files that it changes. `make test-all` runs all.
 
-Other overlays than those that a file imports are no part of its key, although they are armed in its processes. What overlays do
-to each other is asked on every commit with all of them on: `tests/proof/test_differential.py` and `tests/project/test_lanes.py`.
+Other overlays than those that a file imports are no part of its key, although they are armed in its processes. The effects of overlays
+on each other are tested on every commit with all of them on: `tests/proof/test_differential.py` and `tests/project/test_lanes.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOMS = ("tests/kernels", "tests/overlays")
 """Folders whose files can be kept."""
 OVERLAYS = "megacpp_overlays/overlays/"
 OWN = ("megacpp_overlays/kernels/", OVERLAYS)
-"""Where what these files test lies. A file that imports nothing of it asks about all overlays, and runs each time."""
+"""The code under test in these files. A file that imports nothing of it is about all overlays, and runs each time."""
 ALWAYS = ("tests/conftest.py", "tests/support/warm_server.py", "megacpp_overlays/__init__.py")
 """Files that every file of tests runs, with all that they import."""
 COMMON = (

@@ -1,4 +1,4 @@
-"""Real processes of a distributed group: planned in a folder, run under torchrun or alone, and what each of them saw."""
+"""Real processes of a distributed group: planned in a folder, run under torchrun or alone, and the reports of each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = HANG_S
 
 
 class Ranks:
-    """A folder in which launches of ranks are planned and leave what they saw."""
+    """A folder in which launches of ranks are planned and leave their reports."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Ranks:
         fresh: bool = False,
         **plan: Any,
     ) -> list[Any]:
-        """Run all ranks under torchrun; return what each of them saw, by rank.
+        """Run all ranks under torchrun; return the report of each of them, by rank.
 
         Args:
             size: how many ranks.

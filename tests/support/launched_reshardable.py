@@ -1,4 +1,4 @@
-"""Launches of `reshardable_runs.py`: a plan for some ranks, what each of them said, and state that was dumped or saved."""
+"""Launches of `reshardable_runs.py`: a plan for some ranks, the results of each of them, and state that was dumped or saved."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def launch(
     measured: bool = False,
     tensor_parallel: int = 1,
 ) -> list[list[Any]]:
-    """Run a plan on some ranks; return for each rank what its steps said.
+    """Run a plan on some ranks; return for each rank the results of its steps.
 
     Args:
-        folder: for the plan and what is said.
+        folder: for the plan and the results.
         size: how many ranks.
         steps: see `reshardable_runs.Ranks`.
-        path: what is imported before anything else, such as another release.
+        path: a folder that is put first on the path, such as another release.
         device: cpu or cuda.
         measured: whether coverage is measured in the ranks.
         tensor_parallel: how many ranks hold one copy of the model.
@@ -60,7 +60,7 @@ def step(do: str, **given: Any) -> dict[str, Any]:
 
 
 def dumped(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the state of every parameter, flat, put together from what each rank held."""
+    """Return the state of every parameter, flat, put together from the pieces of all ranks."""
     found: dict[str, list[Any]] = {}
     for piece in sorted(path.parent.glob(f"{path.name}.*")):
         for name, (start, _, kept) in torch.load(piece, weights_only=True).items():

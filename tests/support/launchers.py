@@ -26,7 +26,7 @@ def environment(upstream: Upstream, **variables: str) -> dict[str, str]:
 
 
 def write(upstream: Upstream, code: str, name: str = "launcher") -> Path:
-    """Write a launcher beside the upstream, in a folder of its own that nothing but `sys.path[0]` leads to."""
+    """Write a launcher next to the upstream, in a folder of its own that only `sys.path[0]` leads to."""
     folder = upstream.folder / "launchers"
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.py"

@@ -3,7 +3,7 @@
     LIGER_GRID='{"device": "cpu", "scale": 1, "cases": ["plain"], "memory": {}}' python tests/support/liger_grid.py
 
 The release is the one that is first on the path, which holds this folder too. TRITON_INTERPRET must be set outside,
-where there is no GPU. `memory` is what this process would choose, by the fields of `Memory`.
+where there is no GPU. `memory` has the settings for this process, by the fields of `Memory`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def outputs(case: Case, given: dict[str, Any]) -> Any:
 
 
 def run(case: Case, device: str, scale: int) -> dict[str, Any]:
-    """Return the relative errors of the loss and of each gradient, and what should not have happened."""
+    """Return the relative errors of the loss and of each gradient, and the problems."""
     given = tensors(case, device, scale)
     leaves = {"input": given["leaf"], "weight": given["weight"], "bias": given["bias"]}
     leaves = {name: leaf for name, leaf in leaves.items() if leaf is not None}
@@ -131,7 +131,7 @@ def run(case: Case, device: str, scale: int) -> dict[str, Any]:
 
 
 def truth(case: Case, given: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Return what the reference takes: rounded as the products of the case round, and in float64 from there on."""
+    """Return the inputs of the reference: rounded as the products of the case round, and in float64 from there on."""
 
     def true(value: Any) -> Any:
         rounded = value.detach()
@@ -205,7 +205,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def second_derivative(device: str) -> str:
-    """Return what happens when a second derivative is asked for."""
+    """Return the outcome of a request for a second derivative."""
     given = tensors(Case(), device, 1)
     (gradient,) = torch.autograd.grad(outputs(Case(), given)[0].square().sum(), given["leaf"], create_graph=True)
     try:

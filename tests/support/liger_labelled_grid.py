@@ -2,8 +2,8 @@
 
     LIGER_GRID='{"device": "cpu", "scale": 1, "cases": ["plain"], "memory": {}}' python tests/support/liger_labelled_grid.py
 
-As `liger_grid.py`. In the Triton interpreter upstream's kernels have no `tanh`, nor methods of numbers that class weights want: what
-raises is reported.
+The rest is as in `liger_grid.py`. In the Triton interpreter upstream's kernels lack `tanh`, and methods of numbers that class weights need:
+errors are reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARRIVES = 0.7
 
 
 def arriving(case: Case, reduction: str, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient that arrives at the outcome, and what that is for each token."""
+    """Return the gradient that arrives at the outcome, and its value for each token."""
     target = given["target"]
     if reduction == "none":
         arrived = liger_grid.arriving(case, target, 1)
@@ -73,10 +73,10 @@ def run(case: Case, reduction: str, device: str, scale: int) -> dict[str, Any]:
 
 
 def tried(case: Case, reduction: str, device: str, scale: int) -> dict[str, Any]:
-    """Return what a call came to, or what was raised."""
+    """Return the result of a call, or its error."""
     try:
         return run(case, reduction, device, scale)
-    except Exception as error:  # noqa: BLE001 - upstream's kernels raise what Triton raises
+    except Exception as error:  # noqa: BLE001 - upstream's kernels pass on the errors of Triton
         return {"raised": f"{type(error).__name__}: {error}"}
 
 

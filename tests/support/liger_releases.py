@@ -1,4 +1,4 @@
-"""Releases of liger-kernel, each in processes of its own: what `liger_grid.py` and its like say of one."""
+"""Releases of liger-kernel, each in processes of its own: the reports of `liger_grid.py` and its like on one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Releases:
         memory: dict[str, Any] | None = None,
         **variables: str,
     ) -> dict[str, Any]:
-        """Return what the cases came to. The key of a run is its arguments, so each run happens once."""
+        """Return the results of the cases. The key of a run is its arguments, so each run happens once."""
         chosen = list(cases)
         memory = memory or (SMALL_BLOCKS if device == "cpu" else BLOCKS)
         key = (version, *chosen, device, scale, *memory.items(), *sorted(variables.items()))
@@ -59,7 +59,7 @@ class Releases:
         return self._reports[key]
 
     def reproduced(self, run_python: Callable[..., Any], version: str, pack: str, *words: str) -> Any:
-        """Return what the cases of a pack see in Triton's interpreter, with every overlay and with none.
+        """Return the observations of the cases of a pack in Triton's interpreter, with every overlay and with none.
 
         Args:
             run_python: the fixture.

@@ -1,4 +1,4 @@
-"""Inputs of a linear cross entropy, what float64 autograd of its reference says, and what the kernel found."""
+"""Inputs of a linear cross entropy, the results of float64 autograd of its reference, and the results of the kernel."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def draw(
 
 
 def arrival(inputs: Inputs, kind: str) -> torch.Tensor:
-    """Return what arrives at the losses of "none" in another layout, or with other values, than drawn."""
+    """Return the gradient of the losses of "none" in another layout, or with other values, than drawn."""
     arriving = inputs.arriving.clone()
     if kind == "expanded":
         return torch.tensor(0.3, dtype=arriving.dtype).expand(arriving.shape)
@@ -107,7 +107,7 @@ def truth(inputs: Inputs) -> dict[str, torch.Tensor]:
         loss = losses.view(inputs.target.shape) if inputs.reduction == "none" else losses.sum()
         if inputs.reduction == "mean":
             loss = loss / (inputs.alive.sum() if weights is None else weights[target[inputs.alive]].sum())
-    # What arrives at an ignored token is nothing to the reference, unless it is NaN.
+    # The reference takes the gradient of an ignored token as 0, unless it is NaN.
     arriving = inputs.arriving.double()
     if inputs.reduction == "none":
         arriving = torch.where(inputs.alive, arriving.reshape(-1), 0.0).view(loss.shape)
@@ -116,7 +116,7 @@ def truth(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def call(inputs: Inputs, **more: Any) -> torch.Tensor:
-    """Return what the public function returns."""
+    """Return the loss of the public function."""
     return linear_cross_entropy(
         inputs.hidden,
         inputs.weight,
@@ -158,7 +158,7 @@ def error(seen: torch.Tensor, true: torch.Tensor) -> float:
 def capture(
     step: Callable[[], dict[str, torch.Tensor]], warm_up: Callable[[], object] | None = None
 ) -> Callable[[], dict[str, torch.Tensor]]:
-    """Record a step in a CUDA graph, after it or another one ran; return what replays it and gives its results."""
+    """Record a step in a CUDA graph, after it or another one ran; return a function that replays it and returns its results."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

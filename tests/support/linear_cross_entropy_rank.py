@@ -45,7 +45,7 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def run(case: Case, rank: int, ranks: int, group: Any) -> dict[str, Any]:
-    """Return the errors of this rank's results, the bits of its losses, and what should not have happened."""
+    """Return the errors of this rank's results, the bits of its losses, and the problems."""
     inputs = inputs_of(case)
     true = truth(inputs)
     classes, tokens = CLASSES // ranks, inputs.hidden.shape[0] // ranks
@@ -95,7 +95,7 @@ def subgroup(rank: int) -> dict[str, float] | None:
 
 
 def refusal(group: Any, **more: Any) -> str:
-    """Return what is said of shapes that would fit one rank alone. No rank waits for another."""
+    """Return the error for shapes that would fit one rank alone. No rank waits for another."""
     given = {"hidden": torch.zeros(4, 3), "weight": torch.zeros(5, 3), "target": torch.zeros(4, dtype=torch.int64)}
     try:
         linear_cross_entropy(**given, **more, group=group)

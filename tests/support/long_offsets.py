@@ -1,9 +1,9 @@
-"""Run in a fresh interpreter: Mamba-2's kernels, interpreted, where what they index is taken in parts; JSON.
+"""Run in a fresh interpreter: Mamba-2's kernels, interpreted, where their tensors are taken in parts; JSON.
 
     TRITON_INTERPRET=1 python tests/support/long_offsets.py
 
-The release is the one that is first on the path. The limit of 2**31 elements is lowered to what a few tokens reach, and each
-way is compared with the same calls below the limit. What lies over 2**31 is shown by the reproducer of the pack.
+The release is the one that is first on the path. The limit of 2**31 elements is lowered to a number that a few tokens reach, and each
+way is compared with the same calls below the limit. The reproducer of the pack shows results over 2**31.
 """
 
 from __future__ import annotations

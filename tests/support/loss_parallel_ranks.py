@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: what losses come to under `loss_parallel` with the seams of pack 60, and neighbours without and with them; JSON.
+"""Run in a fresh interpreter: results of losses under `loss_parallel` with the seams of pack 60, and neighbours without and with them; JSON.
 
 Ranks are copies of this process, which must not have run a backward pass before.
 """

@@ -20,7 +20,7 @@ from megacpp_overlays.upkeep import locks
 from megacpp_overlays.upkeep.environments import Environment
 
 NEEDED = ("wrapt", "packaging", "importlib-metadata")
-"""What this package needs at run time."""
+"""The run-time dependencies of this package."""
 PLUGIN = """
 from pathlib import Path
 from made_up import Upstream
@@ -53,7 +53,7 @@ def make(folder: Path, text: str, version: str, *, needed: tuple[str, ...] = NEE
         folder: where; `bin/python` will be in it, and `lock.txt`.
         text: the module `made_target.layers` of the release.
         version: of the release.
-        needed: what else is installed.
+        needed: other packages to install.
     """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     site = next((folder / "lib").glob("python*/site-packages"))
@@ -79,7 +79,7 @@ def install_here(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Up
     """Let this process and its children find a release of the made-up upstream, and the plugin; return the upstream.
 
     Args:
-        folder: what both are written into.
+        folder: the folder that both are written into.
         monkeypatch: takes the paths back.
         text: the module `made_target.layers` of the release.
     """

@@ -61,7 +61,7 @@ class Child(Layer):
 LOOKS_REPAIRED_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return twice(x)").replace(
     "CALLS = []", "from .helpers import twice\n\nCALLS = []"
 )
-"""`double` is what its helper makes of it, which the probe does not read."""
+"""`double` depends on its helper, which the probe does not read."""
 FIXED_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return x + x")
 
 

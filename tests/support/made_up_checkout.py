@@ -181,7 +181,7 @@ class Checkout:
         return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
 
     def git(self, *arguments: str) -> str:
-        """Run git as nobody in particular."""
+        """Run git with a placeholder identity."""
         command = ["git", "-c", "user.name=Nobody", "-c", "user.email=nobody@example.com", *arguments]
         done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -194,7 +194,7 @@ class Checkout:
 
     @property
     def status(self) -> set[str]:
-        """What is not as it was committed, each file with git's letter: `M README.md`."""
+        """The files that differ from the commit, each with git's letter: `M README.md`."""
         lines = self.git("status", "--porcelain", "--untracked-files=all").splitlines()
         return {f"{line[:2].strip()} {line[3:]}" for line in lines}
 
@@ -204,10 +204,10 @@ class Checkout:
 
 
 def make_environment(folder: Path, release: str) -> None:
-    """Make an environment with a release of the upstream, and what this package needs to run."""
+    """Make an environment with a release of the upstream, and the run-time dependencies of this package."""
     venv.create(folder, symlinks=True, with_pip=False)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
-    # What runs the tests has the run-time dependencies.
+    # The interpreter of the tests has the run-time dependencies.
     (site / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     package = site / "made_target"
     package.mkdir()
@@ -239,7 +239,7 @@ def make(root: Path) -> Checkout:
 
 
 def copy_checkout(root: Path, to: Path) -> None:
-    """Copy what git knows of a checkout or would add, as it is on disk."""
+    """Copy the files of a checkout that git tracks or would add, as they are on disk."""
     listed = Checkout(root).git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]
     for name in listed:
         if (source := root / name).is_symlink() or source.is_file():

@@ -7,7 +7,7 @@
 rest of a call is still partly the host's; a captured graph replays the kernels alone.
 """
 
-# ruff: noqa: T201 - a compilation says what it compiled
+# ruff: noqa: T201 - prints the name of the compiled kernel
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import torch
 
 REPRODUCER = Path(__file__).resolve().parents[2] / "packs" / "05-mamba3-mimo-grouped-backward" / "reproduce.py"
 LARGE = {"heads": 32, "batch": 2, "sequence": 2048, "dim": 128}
-"""What the kernels are tuned for, says upstream, with rank 4, values of 64 and chunks of 16."""
+"""The sizes that upstream tuned the kernels for, by its own word, with rank 4, values of 64 and chunks of 16."""
 LARGE_GROUPS = (1, 4, 8, 16, 32)
 
 
@@ -54,7 +54,7 @@ def inputs(pack: ModuleType, groups: int, batch: int, sequence: int) -> tuple[An
 
 
 def compile_one(number: int) -> str:
-    """Compile and run one kernel with all others left out: what it computes is of no interest."""
+    """Compile and run one kernel with all others left out; its results are not used."""
     which, variant = number % 3, number // 3
     pack = reproducer(dim=LARGE["dim"] if variant == 2 else 64)
     entry = layer(pack)
@@ -75,7 +75,7 @@ def step(pack: ModuleType, entry: ModuleType, made: Any, dout: Any) -> Callable[
 
 
 def captured(run: Callable[[], dict[str, Any]]) -> tuple[Callable[[], None], dict[str, Any]]:
-    """Return the replay of a captured forward and backward pass, and its gradients; raises what capturing raises."""
+    """Return the replay of a captured forward and backward pass, and its gradients; errors of capturing are raised."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,7 +89,7 @@ def captured(run: Callable[[], dict[str, Any]]) -> tuple[Callable[[], None], dic
 
 
 def milliseconds(runs: dict[int, Callable[[], object]], rounds: int) -> dict[int, float]:
-    """Return medians; all are timed in turn, so that what changes on the device changes for all."""
+    """Return medians; all are timed in turn, so that changes on the device affect all alike."""
     times: dict[int, list[float]] = {groups: [] for groups in runs}
     for number in range(rounds + 2):
         for groups, run in runs.items():
@@ -115,13 +115,13 @@ def throughput() -> dict[str, Any]:
     found: dict[str, Any] = {"shape": shape, "call": beside_all(milliseconds(runs, 10))}
     try:
         replays = {groups: captured(run)[0] for groups, run in runs.items()}
-    except Exception as error:  # noqa: BLE001 - whether upstream's kernels can be captured is what is asked
+    except Exception as error:  # noqa: BLE001 - the result is whether upstream's kernels can be captured
         return {**found, "not_captured": f"{type(error).__name__}: {str(error)[:200]}"}
     return {**found, "graph": beside_all(milliseconds(replays, 30))}
 
 
 def beside_all(times: dict[int, float]) -> dict[str, dict[int, float]]:
-    """Return times with the throughput of each beside that of a group for each head."""
+    """Return times, and the throughput of each number of groups relative to that of a group for each head."""
     alone = times[LARGE["heads"]]
     return {"ms": times, "throughput_ratio": {groups: round(alone / time, 4) for groups, time in times.items()}}
 

@@ -1,8 +1,8 @@
 """mamba-ssm 2.3.2.post1, imported where neither it nor TileLang is installed.
 
 It is published as source alone, and its package imports transformers and compiled kernels of Mamba-1; here only the
-modules of Mamba-3 MIMO are imported. Their kernels are defined and never compiled: what is replaced before it runs needs
-no TileLang, only a module of that name.
+modules of Mamba-3 MIMO are imported. Their kernels are defined and never compiled: a function that is replaced before it runs
+needs no TileLang, only a module of that name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STAND_INS = {
     "tilelang/profiler.py": "do_bench = None",
     "einops.py": "rearrange = repeat = None",
 }
-"""What the modules of Mamba-3 MIMO take from TileLang and einops while they are imported."""
+"""The names that the modules of Mamba-3 MIMO take from TileLang and einops while they are imported."""
 
 
 def unpack(folder: Path) -> Path:
@@ -66,7 +66,7 @@ package = sys.modules["mamba_ssm"] = types.ModuleType("mamba_ssm")
 package.__path__ = [folder + "/mamba_ssm" for folder in sys.path]
 def load(name): return importlib.import_module(f"{PACKAGE}.{{name}}")
 """
-"""What a fresh interpreter runs first, with a folder of `unpack` and one of `add_stand_ins` on its path."""
+"""The first code of a fresh interpreter, with a folder of `unpack` and one of `add_stand_ins` on its path."""
 
 
 @contextlib.contextmanager

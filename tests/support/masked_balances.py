@@ -2,7 +2,7 @@
 
 The release is the one that is first on the path. It is asked with the overlays and without them, each time in ranks
 that are forked and meet with gloo. Two ranks have half of the tokens each, under tensor parallelism a half of each row,
-under data parallelism one row; what they learn is summed.
+under data parallelism one row; their gradients are summed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MASKS: dict[str, Tensor | None] = {
     "even": (torch.arange(TOKENS) % 8 >= 5)[:, None].expand(TOKENS, ROWS),
     "uneven": torch.arange(TOKENS)[:, None] >= TOKENS - torch.tensor([6, 3]),
 }
-"""What is padding: bool, [tokens, rows]. Where it is even, each half of a row and each row has as many tokens."""
+"""Padding masks: bool, [tokens, rows]. In `even`, each half of a row and each row has as many tokens."""
 MODULES = (
     "megatron.core.transformer.moe.router",
     "megatron.core.transformer.transformer_layer",
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def by_ranks(*, with_bias: bool) -> dict[str, Any]:
-    """Return what is learnt on one rank, and on two of either kind, by what is asked."""
+    """Return the gradients on one rank, and on two of either kind, by case."""
     found = {}
     for name, ranks, tensor in (("one", 1, 1), ("tensor", 2, 2), ("data", 2, 1)):
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def layer_of(config: Any, groups: Any, experts: Routing) -> Any:
 
 
 def learnt(tensor: int, kind: str, mask: Tensor | None, *, is_packed: bool = False, **options: Any) -> list[float]:
-    """Return what the weights of a router, [experts, hidden], learn from its balancing loss on all ranks."""
+    """Return the gradients of the weights of a router, [experts, hidden], from its balancing loss on all ranks."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 

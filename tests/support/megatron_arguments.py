@@ -11,7 +11,7 @@ from typing import Any
 def main() -> None:
     """Answer on standard output."""
     said = os.dup(1)
-    os.dup2(2, 1)  # what upstream prints is no answer
+    os.dup2(2, 1)  # upstream's output is no answer
     from megatron.training.arguments import add_megatron_arguments
 
     found: dict[str, dict[str, Any]] = {}

@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class Memory:
-    """Counts what it is asked and what it holds; nobody but the test leaves anything in it."""
+    """Counts its requests and the keys that it holds; only the test leaves anything in it."""
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}

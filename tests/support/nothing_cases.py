@@ -13,7 +13,7 @@ from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, St
 
 ROWS, DEPTH, CLASSES = 300, 72, 2 * CLASS_ALIGNMENT + 72
 OLD = 7.0
-"""What results hold before."""
+"""The numbers that results hold before."""
 
 
 def count() -> torch.Tensor:
@@ -40,12 +40,12 @@ def written(*results: torch.Tensor) -> int:
 
 
 def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a result that holds what it held before."""
+    """Return a result that is filled with OLD."""
     return torch.full(shape, OLD, dtype=dtype)
 
 
 def by_passes(passes: Any) -> dict[str, int]:
-    """Return what the passes of `vocabulary_softmax` write, those in PyTorch or in Triton."""
+    """Return how many numbers the passes of `vocabulary_softmax` write, those in PyTorch or in Triton."""
     labels, far = torch.zeros(ROWS, dtype=torch.int64), {}
     for spread in (False, True):
         running = Statistics(*room(4 if spread else 3, ROWS).unbind())

@@ -1,7 +1,7 @@
-"""Repairs of another kind than upstream's, for every overlay: what a vendor, a user or a later release may do about the defect.
+"""Repairs that differ from upstream's, for every overlay: edits as a vendor, a user or a later release may make against the defect.
 
-None of them is one that somebody read, so none is FIXED. Nor is a seam to go in on top of it, but where that is right all
-the same; such an edit says what is said of it, and why.
+No one has reviewed these repairs, so no verdict is FIXED. A seam must not go in on top of a repair either. For an edit where the
+seam is right all the same, `said` has the verdict and the reason.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Otherwise(Case):
     texts: Callable[[], Mapping[str, str | None]] = dict
     edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
     said: Mapping[str, tuple[Verdict, str]] = dataclasses.field(default_factory=dict)
-    """What is said of some edits, and why that is right; of any other, UNRECOGNISED."""
+    """The verdict on some edits, and why it is right; any other edit is UNRECOGNISED."""
 
 
 def megatron() -> ParsedOnce:

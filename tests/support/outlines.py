@@ -1,4 +1,4 @@
-"""Outlines of modules: what two of them define under the same names, and in what it differs for a probe or a caller."""
+"""Outlines of modules: the names that two of them define, and the differences that matter to a probe or a caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Definition = ast.ClassDef | FunctionNode
 
 
 class _Outline(NamedTuple):
-    """What is compared of a definition; its body is not."""
+    """The compared parts of a definition; its body is not compared."""
 
     kind: str
     place: tuple[str, ...]
@@ -42,9 +42,9 @@ def _said(found: Finding) -> object:
 
 
 def differences(stand_in: SourceTree, tree: SourceTree, module: str) -> list[str]:
-    """Return in what definitions of a module of a stand-in differ from those of another tree.
+    """Return the differences between the definitions of a module of a stand-in and those of another tree.
 
-    What begins with an underscore and is not there is the stand-in's own.
+    A name that begins with an underscore and is missing upstream is the stand-in's own.
     """
     ours, theirs = stand_in.module(module), tree.module(module)
     assert ours is not None

@@ -1,4 +1,4 @@
-"""Made-up sources with the shapes that the reproducers of packs 4, 7 and 14 change, and what they are run with.
+"""Made-up sources with the shapes that the reproducers of packs 4, 7 and 14 change, and functions that run them.
 
 They are run on arrays of numpy, element by element, so that a changed source can be compared with its original.
 """
@@ -26,7 +26,7 @@ def siso(uses: int) -> str:
 
 
 def run_siso(text: str) -> tuple[list[Any], int]:
-    """Return what a kernel found, and how many products it computed."""
+    """Return the results of a kernel, and the number of products that it computed."""
     calls: list[int] = []
 
     def dot(a: Any, b: Any) -> Any:
@@ -123,7 +123,7 @@ def mamba_mimo_bwd_bwd(B, S, H, G, N, R, chunk_size, dtype, i_b, i_h, i_h_qk):
 
 
 def run_mimo(text: str, *, flat: bool, squares: bool = True) -> tuple[Any, ...]:
-    """Return the results of both kernels, given what they work on in the form that they take: flat, or as it was."""
+    """Return the results of both kernels, with inputs in the form that they take: flat, or in the original shapes."""
     scope: dict[str, Any] = {"T": _tiles()}
     exec(text, scope)
     sizes = {"B": 2, "S": 6, "H": 4, "G": 2, "N": 5, "R": 2, "chunk_size": 3, "dtype": float}
@@ -171,7 +171,7 @@ def run_sparse(text: str, *, stored: Any) -> list[float]:
 
     Args:
         text: the kernel.
-        stored: the type of what it stores; products are computed in float64.
+        stored: the type of the values that it stores; products are computed in float64.
     """
     values = np.random.default_rng(14)
     p, dp, q, do = (values.normal(size=(8, 6)) for _ in range(4))
@@ -190,7 +190,7 @@ def run_sparse(text: str, *, stored: Any) -> list[float]:
 
 
 def _tiles() -> SimpleNamespace:
-    """Return what a kernel calls `T`, on arrays of numpy."""
+    """Return the namespace `T` of a kernel, on arrays of numpy."""
 
     def allocate(sizes: list[int], dtype: Any) -> Any:
         return np.zeros(sizes, dtype)

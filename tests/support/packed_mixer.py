@@ -50,7 +50,7 @@ def prepare() -> ModuleType:
     package.__version__ = importlib.metadata.version("mamba-ssm")  # type: ignore[attr-defined]
     sys.modules["mamba_ssm"] = package
     provide_causal_conv1d()
-    if not CUDA:  # what the kernels ask of their GPU before they are interpreted
+    if not CUDA:  # the kernels ask their GPU for these before they are interpreted
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.device = contextlib.nullcontext  # type: ignore[assignment, misc]
         torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
@@ -85,7 +85,7 @@ def make(module: ModuleType, cp: Any = None, **options: Any) -> Any:
     """Return a mixer in fp32 whose weights depend on nothing but a seed.
 
     Args:
-        module: what `prepare` returned.
+        module: the module that `prepare` returned.
         cp: the group of context parallel ranks, one rank alone if not given.
         options: arguments of the mixer's constructor.
     """
@@ -122,7 +122,7 @@ class Packing(NamedTuple):
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...] | None = None
-    """What each takes up in the row, if that is more than its tokens."""
+    """The length of each in the row, if that is more than its tokens."""
     tail: int = 0
     """Tokens behind the last document."""
 
@@ -172,7 +172,7 @@ PACKINGS = {
 
 
 class Pass(NamedTuple):
-    """What a mixer made of a row."""
+    """The results of a mixer for a row."""
 
     output: torch.Tensor
     """[tokens, HIDDEN]."""

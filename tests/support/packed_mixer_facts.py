@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: what a real MambaMixer makes of packed rows, as JSON.
+"""Run in a fresh interpreter: the results of a real MambaMixer for packed rows, as JSON.
 
     TRITON_INTERPRET=1 python tests/support/packed_mixer_facts.py
 
@@ -47,8 +47,8 @@ def main() -> None:
             "field of the caller": getattr(params, "seq_idx", None),
         }
         if takes_total:
-            told = run(mixer, row, weights, packing.params(module, total_tokens=packing.tokens))
-            facts |= {"told": bits(told), "as told": same_bits(found, told)}
+            counted = run(mixer, row, weights, packing.params(module, total_tokens=packing.tokens))
+            facts |= {"told": bits(counted), "as told": same_bits(found, counted)}
         report["packings"][name] = facts
     report["not packed"] = bits(run(mixer, row, weights))
     if packed_mixer.CUDA:

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _waits(module: Any, mixer: Any) -> str | None:
-    """Return what PyTorch says of a forward pass in which the host waits for the device, None where it never does."""
+    """Return PyTorch's error for a forward pass in which the host waits for the device, None where it never does."""
     packing = Packing((7, 20))
     row, weights = packing.row(), weights_of(packing)
     run(mixer, row, weights, packing.params(module))

@@ -3,7 +3,7 @@
     python tests/support/packed_shards.py
 
 The release is the one that is first on the path. The MoE layer of pack 32 runs forward and backward on two and on four gloo ranks, with samples
-as a batch and as a packed row, and nothing else is learnt from than its router's balancing loss.
+as a batch and as a packed row, and its router's balancing loss is the only source of gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def layer(ranks: int, **asked: Any) -> Any:
 
 
 def row(samples: int, *, packed: bool, width: int = WIDTH, masked: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Return this rank's share of samples, and what else a layer is given."""
+    """Return this rank's share of samples, and the other arguments of a layer."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     generator = torch.Generator().manual_seed(samples)
@@ -70,7 +70,7 @@ def log() -> dict[str, Any]:
 
 
 def learnt(made: Any) -> dict[str, Any]:
-    """Return what was logged and learnt, summed over ranks."""
+    """Return the logged loss and the gradient of the router, summed over ranks."""
     loss = sum((each.values.sum() for each in log().values()), torch.zeros(()))
     weight = made.mlp.router.weight
     grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -135,7 +135,7 @@ def ways(ranks: int) -> dict[str, Any]:
 
 
 def directly(made: Any) -> dict[str, Any]:
-    """Return what is learnt where something else than the layer calls its MLP, and a router, with tokens of a packed row that it just ran."""
+    """Return results where code other than the layer calls its MLP, and a router, with tokens of a packed row that the layer just ran."""
     own, given = row(4, packed=True)
     kept = made._forward_mlp(own, **given)
     (kept * 0.0).sum().backward()
@@ -158,7 +158,7 @@ def on_a_rank(ranks: int) -> dict[str, Any]:
 def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # upstream makes tensors there
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda **_: None  # type: ignore[attr-defined] # a recomputation asks for it
     random._set_cuda_rng_state = lambda *_, **__: None  # type: ignore[attr-defined]

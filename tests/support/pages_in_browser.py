@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 
 
 class Reader(HTMLParser):
-    """What a page links to, loads and names, its headings in order, and the rows of its tables."""
+    """The links, loaded files and ids of a page, its headings in order, and the rows of its tables."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def unfold(tab: Any) -> None:
 
 
 def check_nothing_is_cut(tab: Any, width: int) -> None:
-    """Check that nothing of a page stands beyond its right edge."""
+    """Check that nothing of a page is beyond its right edge."""
     unfold(tab)
     wide = tab.evaluate("""() => [...document.querySelectorAll("body *")].filter(each =>
         !each.closest(".skip") && each.getBoundingClientRect().right > innerWidth + 0.5

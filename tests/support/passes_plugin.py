@@ -50,7 +50,7 @@ def plugin(config: pytest.Config) -> Passes:
 
 @dataclass
 class Ran:
-    """What happened to the tests of a file."""
+    """The outcome of the tests of a file."""
 
     passed: int = 0
     is_red: bool = False
@@ -59,7 +59,7 @@ class Ran:
 
 
 class Passes:
-    """Leaves out what is kept, and keeps what passes."""
+    """Leaves out files whose pass is kept, and keeps new passes."""
 
     def __init__(self, unchanged: frozenset[str], *, keeps: bool) -> None:
         self._unchanged = unchanged
@@ -76,7 +76,7 @@ class Passes:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker of pytest-xdist what is left out."""
+        """Send a worker of pytest-xdist the files to leave out."""
         node.workerinput[_UNCHANGED] = sorted(self._unchanged)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -92,7 +92,7 @@ class Passes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Begin to note what a test and its fixtures open."""
+        """Begin to record the files that a test and its fixtures open."""
         self._opened.clear()
         return (yield)
 

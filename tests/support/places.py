@@ -11,15 +11,15 @@ SUPPORT = ROOT / "tests" / "support"
 WHEELS = ROOT / ".cache" / "wheels"
 """Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
 FINDINGS = ROOT / ".cache" / "findings"
-"""What probes found before, by their code and by the texts that they asked for."""
+"""Findings of earlier probes, by their code and by the texts that they asked for."""
 HANG_S = 3600.0
-"""No test measures how busy its host is: this limit only ends what would never end."""
+"""No test measures how busy its host is: this limit only ends processes that would never end."""
 _OF_COVERAGE = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 _measuring: dict[str, str] = {}
 
 
 def measure_no_child() -> None:
-    """Take out of the environment what makes every Python that is started measure its coverage.
+    """Remove the variables from the environment that make every new Python measure its coverage.
 
     On Python 3.12 branches are measured by tracing every line of every library: importing torch then takes twice as long, and
     pip ten times. So a process is measured where no other test runs its lines of the package: in the rooms that

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the portable entry returns, as JSON. With `few`, fewer inputs are drawn.
+"""Run in a fresh interpreter under TRITON_INTERPRET=1: results of the portable entry, as JSON. With `few`, fewer inputs are drawn.
 
 Single facts with known numbers, and a comparison with float64 on inputs that hypothesis draws.
 """
@@ -67,7 +67,7 @@ def mean_over_no_token() -> dict[str, list[Any]]:
 
 
 def gradients_that_arrive_at_an_ignored_token() -> dict[str, bool]:
-    """Whether NaN and infinity there make no difference to what a gradient of 0 gives."""
+    """Return whether NaN and infinity there give the same gradients as a gradient of 0."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=generator) for shape in ((4, 3), (5, 3)))
     labels = torch.tensor([0, -100, 4, -100])

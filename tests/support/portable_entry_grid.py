@@ -97,7 +97,7 @@ def arrival(case: Case, tokens: int, device: str = "cpu") -> Any:
 
 
 def run(case: Case, place: Place) -> dict[str, Any]:
-    """Return the relative errors of the loss and of each gradient, and what should not have happened."""
+    """Return the relative errors of the loss and of each gradient, and the problems."""
     hidden, weight, labels = inputs(case, place)
     arriving = arrival(case, labels.numel(), place.device)
     hidden, weight, labels = (each.to(place.device) for each in (hidden, weight, labels))
@@ -160,7 +160,7 @@ def leaves(tokens: int, size: int, classes: int, device: str) -> tuple[dict[str,
 
 
 def peak(tokens: int, size: int, classes: int, place: Place) -> float:
-    """Return MiB that forward and backward take at most, beside inputs and gradients."""
+    """Return MiB that forward and backward take at most, in addition to inputs and gradients."""
     ours, labels = leaves(tokens, size, classes, place.device)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -225,9 +225,9 @@ def again(place: Place) -> dict[str, Any]:
         "same bits": same(first, second),
         "compiled": same(first, compiled),
         "replayed": {
-            f"{reduction}, {what}": replays(Case(reduction=reduction, split=split), place)
+            f"{reduction}, {way}": replays(Case(reduction=reduction, split=split), place)
             for reduction in ("none", "mean")
-            for what, split in {"in blocks": 1024, "at once": 0}.items()
+            for way, split in {"in blocks": 1024, "at once": 0}.items()
         },
     }
 

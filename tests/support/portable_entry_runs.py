@@ -52,7 +52,7 @@ def limits_of_kept(case: Case) -> dict[str, float]:
 def check(result: dict[str, Any], case: Case, allowed: dict[str, float] | None = None) -> None:
     assert result["problems"] == []
     allowed = allowed or limits(case)
-    assert {what: error for what, error in result["errors"].items() if not error < allowed[what]} == {}
+    assert {name: error for name, error in result["errors"].items() if not error < allowed[name]} == {}
 
 
 def environment(tree: Path, request: dict[str, Any], variables: dict[str, str]) -> dict[str, str]:

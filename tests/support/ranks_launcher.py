@@ -1,4 +1,4 @@
-"""A launcher for one rank: `ranks_launcher.py PLAN.json FOLDER`. It does what the plan says and leaves what it saw.
+"""Launcher for one rank: `ranks_launcher.py PLAN.json FOLDER`. It runs the plan and leaves a report of its calls.
 
 The plan has an entry `all` and one for each rank that is to differ:
 
@@ -6,16 +6,16 @@ The plan has an entry `all` and one for each rank that is to differ:
     path          folders put first on sys.path
     first         modules imported before the package
     before        modules imported after it, before the process group is made
-    leaves        "exit", "kill" or "stop": what the rank does to itself once it is in the process group
+    leaves        "exit", "kill" or "stop": the way in which the rank ends or stops itself once it is in the process group
     calls         how often verify_ranks is called
     after         a rank that must have left before the first call
     until         a file that must be there before the first call
     timeouts      of each call, where they are not all `timeout`
     group         ranks of the subgroup to compare, instead of the whole world
 
-and beside them `timeout`; `expected`, how many ranks will leave word; and, where they are not the usual ones, `backend`,
-`init_method`, `patience`, seconds for a store that is silent, `grace`, those for whoever judges, and `reduces`, whether the ranks add up a tensor on their
-GPUs when they have agreed.
+and next to these entries `timeout`; `expected`, how many ranks will leave a report; and, where they are not the usual ones, `backend`,
+`init_method`, `patience`, seconds for a store that is silent, `grace`, seconds for the rank that judges, and `reduces`, whether the ranks add
+up a tensor on their GPUs when they have agreed.
 
 No host is too slow for a plan: ranks leave when all have joined, and the timeout of a call begins when all ranks that will
 make that call have arrived.
@@ -77,19 +77,19 @@ def main() -> None:
     if plan.get("reduces"):
         seen[-1]["sum"] = all_reduced()
     leave_word(folder, rank, seen)
-    # An agent may end its other ranks when one is done, so nobody goes before all have said what they saw.
+    # An agent may end its other ranks when one is done, so each rank stays until all have left their reports.
     wait(lambda: len(list(folder.glob("*.json"))) >= plan["expected"])
 
 
 class HeldClock:
-    """Clock that stands still until all ranks that make a call have arrived in the store."""
+    """Clock that is stopped until all ranks that make a call have arrived in the store."""
 
     def __init__(self, folder: Path, rank: int, plan: dict[str, Any]) -> None:
         self._folder, self._rank, self._plan = folder, rank, plan
         self._call = 0
 
     def hold(self) -> None:
-        """Stand still for the next call."""
+        """Stop the clock for the next call."""
         self._call += 1
         self._asked = 0
         self._since: float | None = None

@@ -2,8 +2,8 @@
 
     python ray_driver.py PLAN
 
-PLAN is JSON: a list of groups of actors, each a list of the `runtime_env` variables of its actors, and what they are asked to
-do. What became of each is printed as one line of JSON.
+PLAN is JSON: a list of groups of actors, each a list of the `runtime_env` variables of its actors, and the tasks of the
+group. The outcomes are printed as one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Actor:
     """One rank."""
 
     def look(self) -> dict[str, Any]:
-        """Return who is here before anything is imported by the actor, and what the target leads to then."""
+        """Return the process id, and whether the package is imported before the actor imports anything."""
         armed = "megacpp_overlays" in sys.modules
         return {"pid": os.getpid(), "armed": armed}
 
@@ -45,7 +45,7 @@ class Actor:
 
 
 def main() -> None:
-    """Do what the plan says."""
+    """Run the plan."""
     import megacpp_overlays
 
     plan = json.loads(sys.argv[1])
@@ -61,15 +61,15 @@ def main() -> None:
             for each in group["actors"]
         ]
         seen = ray.get([actor.look.remote() for actor in actors])
-        told: dict[str, Any] = {"seen": seen}
+        outcome: dict[str, Any] = {"seen": seen}
         try:
-            told["receipts"] = len(children.demand([each["pid"] for each in seen], timeout=group.get("timeout", 30)))
+            outcome["receipts"] = len(children.demand([each["pid"] for each in seen], timeout=group.get("timeout", 30)))
         except megacpp_overlays.ChildrenError as error:
-            told["demand"] = str(error)
+            outcome["demand"] = str(error)
         if group.get("meets"):
             port = _free_port()
-            told["met"] = ray.get([each.meet.remote(rank, len(actors), port) for rank, each in enumerate(actors)])
-        found.append(told)
+            outcome["met"] = ray.get([each.meet.remote(rank, len(actors), port) for rank, each in enumerate(actors)])
+        found.append(outcome)
         for actor in actors:
             ray.kill(actor)
     sys.stdout.write(f"{json.dumps(found)}\n")

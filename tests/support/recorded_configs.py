@@ -2,7 +2,7 @@
 
     python tests/support/recorded_configs.py PACK
 
-The release is the one that is first on the path. Ranks are forks, so each process appends to one file what it makes.
+The release is the one that is first on the path. Ranks are forks, so each process appends the objects that it makes to one file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     """Answer on standard output."""
     (path,) = PACKS.glob(f"{sys.argv[1]}*/reproduce.py")
     said = os.dup(1)
-    os.dup2(2, 1)  # what upstream prints is no answer
+    os.dup2(2, 1)  # upstream's output is no answer
     found: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "made")

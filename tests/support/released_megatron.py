@@ -30,15 +30,15 @@ ALL_ON = {
 
 
 def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, **variables: str) -> Any:
-    """Return what a script says of a release.
+    """Return the JSON that a script prints for a release.
 
     Args:
         wheel: of the release, whose modules the script imports before any that are installed.
-        script: in Python; it may import what is in `tests/support`.
+        script: in Python; it may import the modules of `tests/support`.
         words: its arguments.
         imported: whether the process is a copy of one that has imported the release: armed with the same switches, or, where
             these are off, without this package. Not for a script that does something before it imports Megatron.
-        variables: of its environment, beside those of this process.
+        variables: of its environment, in addition to those of this process.
     """
     release = str(unpacked(wheel))
     path = os.pathsep.join([release, str(SUPPORT)])

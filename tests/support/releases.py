@@ -1,6 +1,6 @@
 """Releases that a test is run on: the newest in `make test`, and one older where something differs; all of them in `make test-all`.
 
-What a probe says of each release is in packs/matrix.json, which `tests/upkeep/test_matrix_page.py` derives anew.
+The verdict on each release is in packs/matrix.json, which `tests/upkeep/test_matrix_page.py` derives anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def daily(*versions: str, older: str | None = None) -> list[pytest.ParameterSet]
 
     Args:
         versions: all of them.
-        older: one whose code is of another shape than that of the newest. What probes say of it is in packs/matrix.json.
+        older: a release whose code has another shape than that of the newest. Verdicts of probes on it are in packs/matrix.json.
     """
     kept = {max(versions, key=Version), *filter(None, [older])}
     assert kept <= set(versions), f"{older} is none of {', '.join(versions)}"

@@ -2,8 +2,8 @@
 
     python tests/support/repeated_routers.py
 
-The release is the one that is first on the path. Real routers route the same tokens once for each prediction, and nothing else is
-learnt from than their auxiliary loss. A hybrid stack makes them where the release has one, and they are told what they are for otherwise.
+The release is the one that is first on the path. Real routers route the same tokens once for each prediction, and their auxiliary loss is the
+only source of gradients. A hybrid stack makes the routers where the release has one; otherwise they get their purpose as an argument.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def routers(config: Any, places: int, *, predicts: bool, stacked: bool) -> list[
 def run(
     *, z_loss: bool, stacked: bool, repeated: bool = True, predictions: int = 2, places: int = 1, **asked: Any
 ) -> Any:
-    """Return the gradient of the last router's weights, and what is logged, by layer."""
+    """Return the gradient of the last router's weights, and the logged losses, by layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     predicts = asked.pop("predicts", True)
@@ -112,7 +112,7 @@ def run(
 
 
 def log() -> dict[str, Any]:
-    """Return where this release keeps what is logged."""
+    """Return the place of this release's logged losses."""
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     with contextlib.suppress(AttributeError):
         found: dict[str, Any] = utils.get_moe_metrics_tracker()._metrics
@@ -146,7 +146,7 @@ def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
     if ON_CPU:
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # upstream makes tensors there
     modules()
     with tempfile.TemporaryDirectory() as folder:  # NCCL's groups meet in it when they are used first
         torch.distributed.init_process_group(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def git(folder: Path, *words: str, date: str | None = None) -> str:
-    """Run git as nobody in particular; return its output.
+    """Run git with a placeholder identity; return its output.
 
     Args:
         folder: where.
-        words: what is asked of git.
-        date: of what is committed; now where there is none.
+        words: the arguments of git.
+        date: of the commit or tag; now where there is none.
     """
     own = ("-c", "user.name=A Person", "-c", "user.email=person@example.org", "-c", "init.defaultBranch=main")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

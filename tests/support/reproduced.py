@@ -1,9 +1,9 @@
-"""Run in a fresh interpreter: what the cases of a pack for a CPU see, with every overlay and with none; JSON.
+"""Run in a fresh interpreter: observations of the cases of a pack for a CPU, with every overlay and with none; JSON.
 
     python tests/support/reproduced.py PACK [neighbours]
 
-The release is the one that is first on the path. Asked for neighbours, it also says which of them were measured without overlays, and
-what is wrong with each that is not the same with them.
+The release is the one that is first on the path. Asked for neighbours, it also lists the neighbours that were measured without overlays,
+and the differences of each that is not the same with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKS = Path(__file__).parents[2] / "packs"
 
 
 def seen(case: Case) -> dict[str, Any]:
-    """Return what a case sees, what it lacks, or why it cannot be asked of this release."""
+    """Return the observations of a case, the missing requirement, or why this release cannot run it."""
     try:
         return dataclasses.asdict(case.run())
     except Blocked as error:
@@ -37,7 +37,7 @@ def seen(case: Case) -> dict[str, Any]:
 def compared(
     neighbours: Sequence[neighbour.Neighbour], ours: Sequence[neighbour.NeighbourResult]
 ) -> dict[str, list[str]]:
-    """Return the neighbours that were measured without overlays, those that this release has not, and what is wrong with any."""
+    """Return the neighbours that were measured without overlays, those that this release does not have, and all problems."""
     stock = [neighbour.measured(each) for each in neighbours]
     problems = map(neighbour.problem, neighbours, stock, ours)
     return {

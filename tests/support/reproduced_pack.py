@@ -18,7 +18,7 @@ from releases import only
 def measured_on(
     pack: str, *releases: str, switched_on: bool = False, daily: Collection[str] = (), neighbours: bool = False
 ) -> Any:
-    """Return a fixture, to be bound to `measured`: what each release does with the overlay and without it.
+    """Return a fixture, to be bound to `measured`: the results of each release with the overlay and without it.
 
     Args:
         pack: two digits of its number.
@@ -55,7 +55,7 @@ def assert_repaired(measured: Any, *, parts: int = 1, may_be_blocked: Collection
 
 
 def assert_neighbours_are_the_same(measured: Any, *, may_be_absent: Collection[str] = ()) -> None:
-    """Check that neighbours are with the overlay what they are without it, and that each was measured.
+    """Check that results of neighbours are the same with the overlay as without it, and that each was measured.
 
     Args:
         measured: of one release, with neighbours.
@@ -68,7 +68,7 @@ def assert_neighbours_are_the_same(measured: Any, *, may_be_absent: Collection[s
 
 
 def reproduced_in(lane: str, pack: str, **variables: str) -> Any:
-    """Return what the cases of a pack see in the environment of a lane, with every overlay and with none.
+    """Return the observations of the cases of a pack in the environment of a lane, with every overlay and with none.
 
     Args:
         lane: see `python_of`.

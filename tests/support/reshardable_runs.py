@@ -1,9 +1,9 @@
 """Ranks that train with Megatron's DistributedOptimizer and hand its state on through real, fully reshardable checkpoints.
 
-Run by tests as `python reshardable_runs.py PLAN.json RANK`, one process for each rank: gloo on a CPU, NCCL on a GPU. What is
-made up is what a CPU lacks: Megatron asks for CUDA tensors by their type and makes small ones, which are made on the CPU and
-say that they are not. The inner optimizer is Adam in plain arithmetic under the name and with the contract of Apex's
-FusedAdam: the state of torch's own Adam, which Megatron takes where there is none, cannot be loaded from this format.
+Run by tests as `python reshardable_runs.py PLAN.json RANK`, one process for each rank: gloo on a CPU, NCCL on a GPU. Two parts
+are made up, which a CPU lacks. Megatron checks for CUDA tensors by their type and makes small ones: these are made on the CPU and
+say that they are on CUDA. The inner optimizer is Adam in plain arithmetic under the name and with the contract of Apex's
+FusedAdam: the state of torch's own Adam, which Megatron takes where there is no FusedAdam, cannot be loaded from this format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHAPES = ((61, 37), (45, 50), (9, 7), (70, 33), (31, 63), (64, 60))
 
 
 def pretend_cuda() -> None:
-    """Let tensors of the CPU say that they are on a GPU, and let what is meant for a GPU be made on the CPU."""
+    """Let CPU tensors say that they are on a GPU, and make tensors that are meant for a GPU on the CPU."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -112,7 +112,7 @@ class Run:
         self.model.to(device)
         before = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         wrapped = Float16Module(config, self.model)
-        if native:  # as float16-fp32-exemption leaves them: fp32 beside half precision
+        if native:  # as float16-fp32-exemption leaves them: fp32 next to half precision
             for name, each in self.model.named_parameters():
                 if name.startswith(("layer1", "layer4")):
                     each.data = before[name]
@@ -155,7 +155,7 @@ class Run:
         return [[(one.grad_data.numel(), one.numel_unpadded) for one in each.buckets] for each in self.ddp.buffers]
 
     def pieces(self) -> dict[str, Any]:
-        """Return what this rank holds: by parameter the range in it, its weight, main copy and moments.
+        """Return the shards of this rank: by parameter its range, its weight, main copy and moments.
 
         Main copies are paired with parameters by the groups that were built, not by the index map of the optimizer.
         """
@@ -187,7 +187,7 @@ class Run:
 
 
 class Ranks:
-    """The steps of a plan on one rank, and what came of them."""
+    """The steps of a plan on one rank, and their results."""
 
     def __init__(self, plan: dict[str, Any], rank: int) -> None:
         self.rank, self.device = rank, plan["device"]
@@ -266,7 +266,7 @@ class Ranks:
         Args:
             source: the checkpoint.
             efficient: how it is gathered.
-            with_model: whether the model gets what was read for it.
+            with_model: whether the model gets the weights that were read for it.
             new_rows: the first row of the vocabulary that is initialised in between.
         """
         import torch
@@ -275,7 +275,7 @@ class Ranks:
         state = dist_checkpointing.load(self.run.sharded(efficient, is_loading=True), source)
         if with_model:
             self.run.model.load_state_dict(state["model"])
-        else:  # what is read is read into the model
+        else:  # the checkpoint was read into the model
             for number, each in enumerate(self.run.model.parameters()):
                 each.data.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(number)))
         if new_rows is not None:

@@ -29,7 +29,7 @@ TOKENS, BATCH, HIDDEN = 64, 2, 32
 
 
 class ResidualNorm(torch.autograd.Function):
-    """An RMS norm of x, [..., d], by a weight, [d], that returns x beside it, as Transformer Engine's fused one does."""
+    """An RMS norm of x, [..., d], by a weight, [d], that also returns x, as Transformer Engine's fused one does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def after_a_function(function: Callable[..., Any], *, recomputed: bool) -> list[Tensor]:
-    """Return what two layers that use every output compute, and the gradients of everything."""
+    """Return the output of two layers that use every output of a function, and the gradients of everything."""
     weight, mixing, given = drawn(HIDDEN, seed=1), drawn(HIDDEN, HIDDEN, seed=2), drawn(TOKENS, HIDDEN, seed=3)
     states = given
     for _ in range(2):
@@ -102,7 +102,7 @@ def after_a_function(function: Callable[..., Any], *, recomputed: bool) -> list[
 
 
 def after_a_layer(*, recomputed: bool) -> list[Tensor]:
-    """Return what two real transformer layers with such norms compute, and the gradients of everything."""
+    """Return the output of two real transformer layers with such norms, and the gradients of everything."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -174,7 +174,7 @@ def in_a_fork(case: Callable[..., list[Tensor]]) -> str:
         try:
             plain, recomputed = case(recomputed=False), case(recomputed=True)
             right = len(plain) == len(recomputed) and all(map(torch.equal, plain, recomputed))
-        except BaseException:  # noqa: BLE001 - how it ended is what is asked
+        except BaseException:  # noqa: BLE001 - any end of the case is a result
             os._exit(3)
         os._exit(0 if right else 2)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -200,16 +200,16 @@ def is_compiled(module: Any) -> bool:
     """Let upstream compile its extension, and return whether it could; releases up to 0.16.1 have none."""
     try:
         module._get_share_storage()
-    except Exception:  # noqa: BLE001 - torch raises what its compilers do
+    except Exception:  # noqa: BLE001 - torch passes on the errors of its compilers
         return False
     return True
 
 
-def copied(to: Tensor, what: Tensor) -> None:
-    """Do what releases up to 0.16.1 do where later ones compile an extension: for hosts without a compiler."""
+def copied(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor, as releases up to 0.16.1 do where later ones compile an extension: for hosts without a compiler."""
     with torch.no_grad():
-        to.untyped_storage().resize_(what.untyped_storage().size())
-        to.untyped_storage().copy_(what.untyped_storage())
+        to.untyped_storage().resize_(source.untyped_storage().size())
+        to.untyped_storage().copy_(source.untyped_storage())
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,10 +1,10 @@
-"""Run in a fresh interpreter: what multi-token prediction makes of packed rows, on one rank and on several; JSON.
+"""Run in a fresh interpreter: packed rows in multi-token prediction, on one rank and on several; JSON.
 
     python tests/support/rolled_rows.py FOLDER [WAY...]
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_MTP_ROLL_PADDED_BOUNDARIES=off leaves it as it is. Ranks are
 forked, and meet in the folder as `forked_ranks` says. Each holds of every document one chunk from the start and one from the end, as
-Transformer Engine gives them out. What is true is written down here: a document is rolled by itself, padding and all.
+Transformer Engine gives them out. The expected result is written in this file: a document is rolled by itself, padding and all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYERS, HIDDEN, VOCABULARY, SCALE = 2, 5, 40, 0.3
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Documents of a row; where they are not padded, the lengths are what they take up."""
+    """Documents of a row. Where they are not padded, `lengths` are the tokens that they take up."""
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...] | None = None
@@ -74,7 +74,7 @@ class Packing:
         return torch.tensor(found, device=DEVICE)
 
     def rolled(self, row: torch.Tensor) -> torch.Tensor:
-        """Return each document shifted by one, with a zero at its end; what lies behind them as it is."""
+        """Return each document shifted by one, with a zero at its end; tokens behind the last document stay as they are."""
         whole = row.clone()
         for place in self.places:
             whole[..., place] = torch.cat([row[..., place][..., 1:], torch.zeros_like(row[..., :1])], dim=-1)
@@ -119,7 +119,7 @@ def roll(module: ModuleType, packing: Packing) -> dict[str, Any]:
         own = leaf.clone().requires_grad_()
         (way(own) * weights).sum().backward()
         slopes.append(own.grad)
-    own_next = packing.rolled(mask) > 0  # what a second prediction is trained on
+    own_next = packing.rolled(mask) > 0  # the labels that a second prediction is trained on
     return {
         "wrong labels": int(((labels != packing.rolled(row)) & own_next).sum()),
         "wrong masks": int((rolled != packing.rolled(mask)).sum()),
@@ -207,7 +207,7 @@ def two_ranks(module: ModuleType, _rank: int) -> dict[str, Any]:
 
 
 def shares(module: ModuleType, names: tuple[str, ...], group: Any) -> dict[str, Any]:
-    """Roll this rank's share of some rows, until one raises: what was sent by then is still on its way."""
+    """Roll this rank's share of some rows, until one raises: messages sent before that are still on their way."""
     found: dict[str, Any] = {}
     for name in names:
         found[name] = share(module, PACKINGS[name], group)

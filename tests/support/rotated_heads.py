@@ -21,7 +21,7 @@ KERNELS = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel", "rotary_fwd_kv_kernel",
 
 
 class Clock:
-    """Stands for the clock of a tuner: one block is the fastest, and which were tried is written down."""
+    """Stand-in for the clock of a tuner: one block is the fastest, and the blocks that were tried are recorded."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner, self.bench = tuner, tuner._bench

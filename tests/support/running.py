@@ -1,4 +1,4 @@
-"""Processes that run or have ended, for tests of what ends them."""
+"""Checks of processes that run or have ended, for tests of code that ends them."""
 
 from __future__ import annotations
 

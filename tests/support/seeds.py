@@ -1,4 +1,4 @@
-"""Numbers that a test or a fixture draws without a generator of its own are the same, whoever drew in this process before."""
+"""Repeatable random numbers for tests and fixtures without a generator of their own, whatever was drawn in this process before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawing(name: str) -> Iterator[None]:
     if numpy:
         numpy.random.seed(seed)
     if torch:
-        # Of torch.manual_seed this is what a CPU needs: the rest writes down a stack wherever CUDA is not in use yet.
+        # A CPU needs only this part of torch.manual_seed: the rest writes down a stack wherever CUDA is not in use yet.
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)

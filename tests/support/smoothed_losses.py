@@ -3,8 +3,8 @@
     python tests/support/smoothed_losses.py FOLDER
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_TP_LABEL_SMOOTHING=on switches the overlay on. Four ranks are
-forked, meet in the folder as `forked_ranks` says, and are given out by Megatron itself. What is true is plain cross entropy of PyTorch in
-float64, with the probabilities that upstream's comment names.
+forked, meet in the folder as `forked_ranks` says, and are assigned by Megatron itself. The expected result is plain cross entropy of PyTorch
+in float64, with the probabilities that upstream's comment names.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def apart(found: list[torch.Tensor], true: list[torch.Tensor]) -> list[float]:
 
 
 def facts(module: ModuleType) -> dict[str, Any]:
-    """Return what this rank computes."""
+    """Return the results of this rank."""
     entry = module.vocab_parallel_cross_entropy
     logits, truth, weights = numbers()
     given = (logits, truth, weights)
@@ -130,7 +130,7 @@ def compiled(module: ModuleType) -> dict[str, Any]:
 
 
 def _on_rank(module: ModuleType) -> dict[str, Any]:
-    """Return what a rank finds."""
+    """Return the results of a rank."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}

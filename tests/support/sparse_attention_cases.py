@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     parts: bool = False
     """Whether buffers are so small that rows come in several parts, and few keys already want more than 16 bits."""
     scales: str = ""
-    """Whether keys are FP8 numbers, and what has a scale: `all`, each `key`, or `blocks` of channels."""
+    """The scales of FP8 keys: `all` for one scale of all keys, each `key`, or `blocks` of channels; "" for keys that are not FP8."""
     sharpness: float = 1.0
     """How many times queries are larger than normal numbers: the larger, the fewer keys share a row."""
     ahead: float = 0.0
@@ -98,7 +98,7 @@ FEW = (
 
 
 def inputs(entry: Entry, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
-    """Return what `attend` takes, and gradients of both results: some slots hold nothing, and the first query chose nothing."""
+    """Return the arguments of `attend`, and gradients of both results: some slots hold nothing, and the first query chose nothing."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -171,8 +171,8 @@ def in_dtype(
     sink: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what PyTorch computes and differentiates where scores and softmax are float32 and each factor of a product has the
-    dtype of the query: the rounding that no kernel of that dtype can do without."""
+    """Return results and gradients of PyTorch with scores and softmax in float32 and each factor of a product in the dtype of the
+    query. No kernel of that dtype can do with less rounding."""
     dtype = query.dtype
     if isinstance(key, QuantizedKeys):
         key = key.opened(dtype)
@@ -298,9 +298,9 @@ def main(device: str, sizes: str = "all") -> None:
         facts = {
             "errors": errors(found, true),
             "as opened": all(
-                torch.equal(each, some[what]) for what, each in as_opened(made).items() for some in (found, opened)
+                torch.equal(each, some[key]) for key, each in as_opened(made).items() for some in (found, opened)
             ),
-            "again": all(torch.equal(each, again[what]) for what, each in found.items()),
+            "again": all(torch.equal(each, again[key]) for key, each in found.items()),
             "module": module.__name__.rpartition(".")[2],
         }
         print(json.dumps({name: facts}), flush=True)  # noqa: T201 - read by the tests

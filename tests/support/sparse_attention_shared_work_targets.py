@@ -1,6 +1,6 @@
 """Run in a fresh interpreter: compile attention whose warps share out the work for Hopper, which this host need not have; print JSON.
 
-For each case, HEADS:DIM:VALUE:SIGN on the command line, what each kernel needs, as `index_scores_targets.py` says it; SIGN is that of
+For each case, HEADS:DIM:VALUE:SIGN on the command line, the needs of each kernel, in the form of `index_scores_targets.py`; SIGN is that of
 the scale.
 """
 

@@ -1,7 +1,7 @@
 """Run in a fresh interpreter: compile attention over quantized keys for Hopper, which this host need not have; print JSON.
 
-For each case, HEADS:DIM:VALUE:BIAS:SCALES on the command line, what each kernel needs, as `index_scores_targets.py` says it. These
-are the kernels that read FP8 numbers themselves, as few queries of many keys have them; those whose warps share out the work are for GPU
+For each case, HEADS:DIM:VALUE:BIAS:SCALES on the command line, the needs of each kernel, in the form of `index_scores_targets.py`. These
+are the kernels that read FP8 numbers themselves, as for few queries of many keys. The kernels whose warps share out the work are for GPU
 tensors, and get opened keys.
 """
 

@@ -25,7 +25,7 @@ def _scales(*shape: int) -> torch.Tensor:
 
 
 def _made(cls: Any, shape: tuple[int, ...], common: dict[str, Any], optional: dict[str, Any]) -> Any:
-    """Call the constructor of a release with what it takes of the optional arguments, on the default device."""
+    """Call the constructor of a release with those optional arguments that it takes, on the default device."""
     takes = {name for base in cls.__mro__ for name in inspect.signature(base.__new__).parameters}
     given = {name: value for name, value in {"device": torch.get_default_device(), **optional}.items() if name in takes}
     return cls(shape=shape, dtype=BF16, **common, **given)

@@ -42,7 +42,7 @@ TOKENS, BATCH, STEPS, RATE = 8, 2, 3, 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a layer is built, and what is done with its gradients."""
+    """A layer, and the treatment of its gradients."""
 
     kind: str = "latent"
     columns: bool = True
@@ -184,7 +184,7 @@ def built(way: Way, ranks: int) -> Any:
 
 
 def fused(name: str, size: int) -> list[int]:
-    """Return the sizes of what is fused in a weight, each of which is shared out by itself."""
+    """Return the sizes of the parts that are fused in a weight; each part is shared out separately."""
     wide = HEADS * WIDTH
     return {
         "linear_qkv_down_proj.weight": [LATENT, LATENT + ROTARY],
@@ -211,7 +211,7 @@ def step(layer: Any, way: Way, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def compared(way: Way, ranks: int, true: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what this rank has of each norm, in terms of what one rank has, and whether replicas agree after some steps."""
+    """Return this rank's gradient of each norm, relative to that of one rank, and whether replicas agree after some steps."""
     layer = built(way, ranks)
     found = step(layer, way, ranks)
     norms = [name for name in found if "norm" in name]
@@ -244,7 +244,7 @@ def drift(layer: Any, way: Way, ranks: int, names: list[str]) -> float:
 
 
 def on_rank(ranks: int, names: list[str]) -> dict[str, Any]:
-    """Return what one of several ranks measures."""
+    """Return the measurements of one of several ranks."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.set_num_threads(1)
@@ -273,7 +273,7 @@ def averages_on_gloo() -> Any:
 
 
 def with_nets() -> ModuleType:
-    """Return the module that has what a delta net is built of, with one of Flash Linear Attention's functions written out.
+    """Return the module that has the parts of a delta net, with one of Flash Linear Attention's functions written out.
 
     Raises:
         ModuleNotFoundError: there is none.

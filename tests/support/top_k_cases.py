@@ -1,4 +1,4 @@
-"""Rows of numbers for the top-k, and what it is to choose of them: what its tests share."""
+"""Rows of numbers for the top-k, and the numbers that it must choose, shared by its tests."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rows(kind: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def chosen(row: list[float], k: int, *, mark_infinite: bool = False) -> list[int]:
-    """Return what is chosen of one row: the definition, number by number."""
+    """Return the numbers that are chosen of one row: the definition, number by number."""
     numbers = [math.inf if math.isnan(number) else number for number in row]
     places = sorted(sorted(range(len(row)), key=lambda at: (-numbers[at], at))[:k])
     if not mark_infinite:

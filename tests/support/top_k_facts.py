@@ -1,6 +1,6 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the kernel of the top-k chooses, as JSON.
+"""Run in a fresh interpreter under TRITON_INTERPRET=1: facts about the choices of the top-k kernel, as JSON.
 
-Each fact says by the name of a case whether the choice is what it is to be.
+Each fact says by the name of a case whether the choice is the expected one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def stretches() -> dict[str, bool]:
 
 
 def bounds() -> dict[str, bool]:
-    """Hold rows with bounds to a mask: of none and of one number, beside groups that are loaded at once, and of several stretches."""
+    """Hold rows with bounds to a mask: of none and of one number, next to groups that are loaded at once, and of several stretches."""
     starts = torch.tensor([0, 5, 17, 40, 3], dtype=torch.int32)
     ends = torch.tensor([100, 6, 33, 40, 70], dtype=torch.int32)
     found = {}
@@ -104,7 +104,7 @@ def _is_right(scores: Any, k: int) -> bool:
 
 
 def main() -> None:
-    """Print what was found."""
+    """Print the facts."""
     way = top_k.implementation(torch.float32, 100, 1, torch.device("cpu")).__name__
     facts = {each.__name__: each() for each in (kinds, dtypes, long_rows, layouts, nothing, stretches, bounds)}
     sys.stdout.write(json.dumps({"way": way, **facts}))

@@ -1,6 +1,6 @@
 """Run in a fresh interpreter: compile the top-k for Hopper, which this host need not have; print JSON.
 
-For each case, KEYS:MARKED on the command line, what each kernel needs, as `index_scores_targets.py` says it.
+For each case, KEYS:MARKED on the command line, the needs of each kernel, in the form of `index_scores_targets.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A made-up upstream that torch.compile can trace, an overlay at any of its names, and what a step comes to."""
+"""A made-up upstream that torch.compile can trace, an overlay at any of its names, and the results of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source trees that no release stands for: our stand-ins, and real checkouts given with `--upstream-tree`.
+"""Source trees that are no releases: our stand-ins, and real checkouts given with `--upstream-tree`.
 
 A stand-in has the names, signatures and behaviour of a tree and none of its code. A test that asks for the fixture
 `tree` runs on every stand-in and on every tree that was given, with the same assertions.

@@ -1,4 +1,4 @@
-"""Calls of a linear cross entropy that may leave out tokens or compute all, in memory that shows what nobody wrote."""
+"""Calls of a linear cross entropy that may leave out tokens or compute all, in memory that shows where nothing was written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {
     torch.bfloat16: ((TOKENS, 400, 3000), Memory(extra_mib=1, masked="skip")),
     torch.float16: ((TOKENS, 400, 3000), Memory(extra_mib=1, masked="skip")),
 }
-"""Sizes and a memory in which blocks are wider without a copy of the hidden states than beside it."""
+"""Sizes and a memory in which blocks are wider without a copy of the hidden states than with one."""
 SIZES_ON_A_GPU, MEMORY_ON_A_GPU = (1000, 520, 20001), Memory(extra_mib=7, masked="skip")
 """The same in bfloat16 and float16, where blocks have the width of full waves of 132 multiprocessors."""
 

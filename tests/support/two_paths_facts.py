@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter, with Triton interpreted: print what two ways through a pass come to, as JSON."""
+"""Run in a fresh interpreter, with Triton interpreted: print the errors of two ways through a pass, as JSON."""
 
 from __future__ import annotations
 

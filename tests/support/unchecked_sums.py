@@ -1,6 +1,6 @@
-"""Imported last of what a process is a copy of: Triton's interpreter takes it that no sum or product of integers overflows.
+"""Imported last in a process that is copied: Triton's interpreter assumes that no sum or product of integers overflows.
 
-It would ask after each one, which is a third of its time. With the sizes of tests none can.
+Its check after each one takes a third of its time. With the sizes of tests none can overflow.
 """
 
 from __future__ import annotations

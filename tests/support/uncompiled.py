@@ -1,7 +1,7 @@
-"""Imported last of what a process is a copy of: what upstream gives to `torch.compile` runs as it is written.
+"""Imported last in a process that is copied: functions that upstream gives to `torch.compile` run as they are written.
 
-Megatron compiles small functions around what overlays replace. A C++ compiler then takes up to a minute in each process, for values
-that differ in rounding alone. What is about compiled steps takes the stance `default`, or starts without this.
+Megatron compiles small functions next to those that overlays replace. A C++ compiler then takes up to a minute in each process, for values
+that differ in rounding alone. Tests of compiled steps take the stance `default`, or start without this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Releases as folders: each wheel is unpacked once on this machine, under its hash, with the bytecode of what was imported."""
+"""Releases as folders: each wheel is unpacked once on this machine, under its hash, with the bytecode of imported modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = ROOT / ".cache" / "unpacked"
 
 @functools.cache
 def unpacked(wheel: Path) -> Path:
-    """Return a folder to put first on a path, with all files of a wheel. Nobody may write into it.
+    """Return a folder to put first on a path, with all files of a wheel. The folder must not be written into.
 
     Args:
         wheel: a release.

@@ -1,4 +1,4 @@
-"""Blocks of logits for the passes of `vocabulary_softmax`, and what float64 makes of them."""
+"""Blocks of logits for the passes of `vocabulary_softmax`, and their results in float64."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def run(case: Case, block: Block, passes: Any) -> dict[str, torch.Tensor]:
 
 
 def truth(case: Case, block: Block) -> dict[str, torch.Tensor]:
-    """Return what the passes in PyTorch find in float64."""
+    """Return the results of the passes in PyTorch in float64."""
     wide = {name: each.double() for name, each in vars(block).items() if each is not None and name != "labels"}
     return run(case, Block(**{**vars(block), **wide}), vocabulary_softmax_torch)
 

@@ -36,7 +36,7 @@ def compare(case: Case, block: Block) -> dict[str, float]:
 
 
 def few_programs(name: str) -> dict[str, float]:
-    """Return what `compare` finds where a program has several rows to go through."""
+    """Return the result of `compare` where a program has several rows to go through."""
     with mock.patch.object(vocabulary_softmax_triton, "_WARPS", 2):
         return compare(CASES[name], draw(CASES[name]))
 

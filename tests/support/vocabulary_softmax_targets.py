@@ -1,6 +1,6 @@
 """Run in a fresh interpreter: compile the passes of `vocabulary_softmax` for devices that this host need not have.
 
-Prints as JSON what each program needs, by the architecture that the command line names.
+Prints as JSON the needs of each program, by the architecture that the command line names.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A Python that has imported torch already and forks for each process that a test asks for.
 
-Importing torch is most of what a small process of these tests costs, and is the same in all of them. So one process
+Importing torch is most of the cost of a small process of these tests, and is the same in all of them. So one process
 imports it, once for a run of pytest and each environment that torch reads at import, and a copy of it becomes each
 process that is asked for: with the words, the variables, the folder and the streams of that process, a `__main__` and a
 `sys.path` of its own, its coverage measured from its first line, and nothing of this project imported yet.
 
-Not for what depends on the start of an interpreter, on torch being imported after this package, or on options but
-`-W ignore`: those tests start a Python.
+Tests that depend on the start of an interpreter, on torch being imported after this package, or on options other than
+`-W ignore` start a Python of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from places import measuring
 from warm_server import SIZE
 
 OF_EXTENSIONS = "TORCH_CUDA_ARCH_LIST"
-"""What torch reads where an upstream builds a library, and not before."""
+"""A variable that torch reads when an upstream builds a library, and not before."""
 AT_IMPORT = (
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
@@ -90,7 +90,7 @@ class WarmProcess:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for its end and return what it wrote to its output and to its error, where that is kept."""
+        """Wait for its end and return its output and its error output, where these are kept."""
         self.wait(timeout)
         out, error = self._read
         return out, error
@@ -115,10 +115,10 @@ def start(
     python: str | Path = sys.executable,
     path: tuple[str, ...] = (),
 ) -> WarmProcess:
-    """Start `python *words` in a copy of a process that has imported some modules; what it writes is kept.
+    """Start `python *words` in a copy of a process that has imported some modules; keep its output.
 
     Args:
-        words: `-c CODE`, `-m MODULE` or a script, with what it is given, after `-W ignore` or nothing.
+        words: `-c CODE`, `-m MODULE` or a script, with its arguments, after `-W ignore` or nothing.
         env: all its variables.
         after: the modules.
         cwd: the folder where it starts.
@@ -201,7 +201,7 @@ def run(
     timeout: float | None = None,
     path: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python *words` to its end, see `start`, and return what it said."""
+    """Run `python *words` to its end, see `start`, and return its exit code and its output."""
     started = start(words, env, after=after, cwd=cwd, path=path)
     out, error = started.communicate(timeout)
     return subprocess.CompletedProcess(list(words), started.wait(), out, error)

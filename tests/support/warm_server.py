@@ -28,15 +28,15 @@ from typing import Any, NoReturn
 from hastened_interpreter import hasten
 
 SIZE = struct.Struct("!I")
-"""What comes before a job: how many bytes of JSON it has."""
+"""The header of a job: the size of its JSON in bytes."""
 
 
 IDLE_S = 60
-"""A server that nobody has asked for so long ends: the memory of a release of Megatron is half a GiB."""
+"""A server without a request for so long ends: the memory of a release of Megatron is half a GiB."""
 
 
 def serve(address: str, pid: int, modules: Sequence[str]) -> None:
-    """Import modules, then fork for each connection until a process has ended, or nobody asks any more."""
+    """Import modules, then fork for each connection until a process has ended, or no request has come for IDLE_S."""
     run = os.pidfd_open(pid)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
@@ -47,13 +47,13 @@ def serve(address: str, pid: int, modules: Sequence[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton.language" in modules:
         hasten()
     del sys.path[0]  # the folder of this script
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for keepers
     ends = False
     while True:
         ready, _, _ = select.select([listener, run], [], [], 0 if ends else IDLE_S)
         if run in ready or (ends and not ready):
             break
-        if not ready:  # whoever has found the socket before it is gone is served
+        if not ready:  # a client that found the socket before it was removed is still served
             Path(address).unlink(missing_ok=True)
             ends = True
             continue

@@ -1,4 +1,4 @@
-"""A standing adversary: mutants of what probes read, over every release and tree that tests know, and what must not be said of them.
+"""A standing adversary: mutants of the texts that probes read, over every release and tree that tests know, and the wrong findings.
 
 `make adversary` runs some 30,000 of them; `tests/probes/test_adversary.py` runs a few hundred with each `make test`.
 """

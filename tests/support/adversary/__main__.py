@@ -1,4 +1,4 @@
-"""Run the adversary and print what it found: `make adversary MUTANTS=30000 SEED=1`. Exit code 1 if anything."""
+"""Run the adversary and print its table and the offenders: `make adversary MUTANTS=30000 SEED=1`. Exit code 1 on any violation."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ class Base:
     tree: Read
     finding: Finding
     bodies: frozenset[Place]
-    """What the verdict rests on: the places of the form that was matched, or what the probe took fingerprints of."""
+    """The bodies that the verdict depends on: places of the form that was matched, or nodes that the probe took fingerprints of."""
 
     @property
     def name(self) -> str:
-        """Return how the overlay is called, with the module that this part of it is about."""
+        """Return the name of the overlay, with the module that this part of it is about."""
         return name_of(self.part)
 
     @property
@@ -64,11 +64,11 @@ class Base:
 
     @property
     def seams(self) -> frozenset[Place]:
-        """Return what would be replaced here."""
+        """Return the places that the shape of the finding replaces."""
         return self.seams_of(self.finding.shape)
 
     def seams_of(self, shape: str | None) -> frozenset[Place]:
-        """Return what would be replaced in a shape."""
+        """Return the places that a shape replaces."""
         found = self.part.repairs.get(shape or "", ())
         return frozenset(Place(self.part.target.module, each.symbol) for each in found)
 
@@ -101,12 +101,12 @@ class Read:
         return self.files.get((package, path))
 
     def key(self) -> tuple[object, ...]:
-        """Return what two trees have in common that are the same to a probe."""
+        """Return a key that is equal for trees that are the same to a probe."""
         return (tuple(self.texts.items()), tuple((key, file and file.text) for key, file in self.files.items()))
 
 
 class _Recording:
-    """A tree that keeps what it was asked for, with one source for each name."""
+    """A tree that records the texts and files that it was asked for, with one source for each name."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
@@ -135,7 +135,7 @@ class _Recording:
 
 
 def base(part: Erratum, release: str, tree: SourceTree) -> Base:
-    """Ask a probe about a tree, and note what it read and what it took fingerprints of."""
+    """Run a probe on a tree, and record the texts that it read and the nodes that it took fingerprints of."""
     recording = _Recording(tree)
     taken: list[object] = []
     with _fingerprints(taken):
@@ -150,7 +150,7 @@ def base(part: Erratum, release: str, tree: SourceTree) -> Base:
 
 @contextlib.contextmanager
 def _fingerprints(taken: list[object]) -> Iterator[None]:
-    """Note what probes take fingerprints of."""
+    """Record the nodes that probes take fingerprints of."""
     original = fingerprint.fingerprint
 
     def noting(node: object) -> str:
@@ -216,7 +216,7 @@ class Source:
 
 
 def sources(only: Sequence[str] | None = None) -> list[Source]:
-    """Return every release and tree that tests know: wheels, stand-ins, and what is installed in lanes.
+    """Return every release and tree that tests know: wheels, stand-ins, and the packages of lanes.
 
     Args:
         only: beginnings of names of wheels; then lanes are left out.
@@ -234,7 +234,7 @@ def sources(only: Sequence[str] | None = None) -> list[Source]:
 
 
 def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[Base]:
-    """Return what the probes of all parts say of all trees; each text once.
+    """Return a base for each part and each tree, with the finding of the part's probe; equal texts give one base.
 
     Args:
         parts: of all overlays.
@@ -247,7 +247,7 @@ def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[B
         read = ParsedOnce(tree)
         for part in parts:
             made = base(part, each.name, read)
-            made.tree.more = None  # an archive is closed; what a mutant's probe asks for beside is not here
+            made.tree.more = None  # an archive is closed, so a mutant's probe finds only the recorded texts
             key = (part.id, part.target.module, made.tree.key())
             if key not in known and any(text is not None for text in made.tree.texts.values()):
                 known.add(key)

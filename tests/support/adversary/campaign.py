@@ -1,4 +1,4 @@
-"""Many mutants, one after the other, the same for the same seed, and what was said of them in a table."""
+"""Campaign of many mutants, the same for the same seed, and a table of the findings about them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 5
 
 
 def known_bodies(bases: Iterable[Base]) -> Known:
-    """Return what the bodies say of which a verdict was given: a mutant may be like another release."""
+    """Return the bodies that have a verdict, by part and place: a mutant may have the body of another release."""
     found: defaultdict[tuple[str, Place], set[tuple[str, ...]]] = defaultdict(set)
     outlines: dict[str, Outline] = {}
     for base in bases:
@@ -40,7 +40,7 @@ def judged(
     """Yield the judgements of so many mutants, the parts of overlays by turns.
 
     Args:
-        bases: what is mutated.
+        bases: the trees to mutate, with the findings there.
         count: how many mutants there are for all turns together.
         seed: the same one gives the same mutants.
         turn: which of several processes this is.
@@ -91,7 +91,7 @@ def _mutants(base: Base, rng: Random) -> Iterator[tuple[str | tuple[str, str], M
 
 @dataclass
 class Row:
-    """What was said of the mutants of one part."""
+    """Counts of the findings about mutants of one part."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -111,7 +111,7 @@ class Row:
         self.slowest = max(self.slowest, each.milliseconds)
 
     def join(self, other: Row) -> None:
-        """Count what another process counted."""
+        """Add the counts of another process."""
         for name in ("kinds", "verdicts", "violations"):
             getattr(self, name).update(getattr(other, name))
         self.equal += other.equal
@@ -121,7 +121,7 @@ class Row:
 
 @dataclass
 class Outcome:
-    """What was said of all mutants."""
+    """Counts of the findings about all mutants, with the first offenders."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     offenders: dict[str, list[str]] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Outcome:
                 kept.append(each.report())
 
     def join(self, other: Outcome) -> None:
-        """Count what another process counted."""
+        """Add the counts of another process."""
         for name, row in other.rows.items():
             self.rows.setdefault(name, Row()).join(row)
         for kind, texts in other.offenders.items():
@@ -144,7 +144,7 @@ class Outcome:
 
     @property
     def violations(self) -> Counter[str]:
-        """Return how often each of what must not be said was said."""
+        """Return the number of violations of each kind."""
         return sum((row.violations for row in self.rows.values()), Counter())
 
     def table(self, bases: Sequence[Base]) -> str:
@@ -185,7 +185,7 @@ class Outcome:
 
 
 def outcome(judgements: Iterable[Judgement]) -> Outcome:
-    """Return what was said, counted."""
+    """Return the counts of judgements."""
     made = Outcome()
     for each in judgements:
         made.add(each)
@@ -193,7 +193,7 @@ def outcome(judgements: Iterable[Judgement]) -> Outcome:
 
 
 _shared: list[tuple[Sequence[Base], int, int, int]] = []
-"""What processes get by being copies of this one."""
+"""The arguments of `run`, which forked processes inherit."""
 
 
 def _one_turn(turn: int) -> Outcome:
@@ -202,7 +202,7 @@ def _one_turn(turn: int) -> Outcome:
 
 
 def run(bases: Sequence[Base], count: int, seed: int, jobs: int) -> Outcome:
-    """Return what is said of so many mutants, on several CPUs."""
+    """Judge so many mutants on several CPUs; return the counts."""
     _shared[:] = [(bases, count, seed, jobs)]
     whole = Outcome()
     with multiprocessing.get_context("fork").Pool(jobs) as pool:

@@ -1,4 +1,4 @@
-"""Judge findings about a mutant: the verdicts that are wrong of it."""
+"""Judge findings about mutants: detect wrong verdicts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RAISED = "raised past the boundary"
 VIOLATIONS = (INSTALLED, RETIRED, GONE, RAISED)
 
 Known = Mapping[tuple[str, Place], frozenset[tuple[str, ...]]]
-"""What bodies of releases say, by the name of the part and the place: a mutant may be as another release is."""
+"""Bodies in releases, by the name of the part and the place: a mutant may have the body of another release."""
 _LINES = 24
-"""Of a diff in a report."""
+"""The number of lines of a diff in a report."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was said of a mutant."""
+    """The finding about a mutant, and whether it is a violation."""
 
     base: Base
     where: str
@@ -43,12 +43,12 @@ class Judgement:
     violation: str | None
     why: str
     is_equal: bool
-    """Whether the mutant means what the base does."""
+    """Whether the mutant means the same as the base."""
     tripped: bool
     """Whether the probe raised something that is no `SourceError`; the boundary made UNRECOGNISED of it."""
 
     def report(self) -> str:
-        """Return everything that somebody needs who looks into it."""
+        """Return all facts needed to look into a violation."""
         head = f"{self.violation}: {self.base.name} on {self.base.release}, {self.mutant.kind}, {self.mutant.what}"
         hunk = self.mutant.hunk(self.where).split("\n")
         more = [f"... {len(hunk) - _LINES} more lines"] if len(hunk) > _LINES else []
@@ -75,10 +75,10 @@ class _Changed:
 
 
 def judge(base: Base, where: str | tuple[str, str], mutant: Mutant, known: Known) -> Judgement:
-    """Ask the probe of a base about a mutant, decide, and say what is wrong with that.
+    """Run the probe of a base on a mutant, decide, and name the violation, if there is one.
 
     Args:
-        base: what was mutated.
+        base: the tree that was mutated, with the finding there.
         where: the module, or the package and the path of a file.
         mutant: its text.
         known: see `Known`.
@@ -176,5 +176,5 @@ def _as_elsewhere(base: Base, place: Place, mutant: Mutant, outline: Outline | N
 
 
 def body(outline: Outline, symbol: str) -> tuple[str, ...]:
-    """Return what a definition says, its members included."""
+    """Return the code of a definition with its members, without comments, layout and docstrings."""
     return tuple(text for name in outline.within(symbol) for text in outline.said(name))

@@ -13,7 +13,7 @@ from random import Random
 from adversary.outline import EVERYTHING, LOOSE, Function, Outline, is_text
 
 ELSEWHERE = "_elsewhere"
-"""What takes the place of something. Nothing defines it: no mutant is ever run."""
+"""A replacement for a name. Nothing defines it: no mutant is ever run."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Mutant:
     kind: str
     """The class of mutation, one of `KINDS`."""
     what: str
-    """The mutation within that class, and what it was done to."""
+    """The mutation within that class, and its place."""
     before: str
     text: str
     rebound: frozenset[str] = frozenset()
-    """Names that mean something else by the way in which it was made, whatever the text says of them."""
+    """Names that mean something else by the kind of mutation, even where the text says the same of them."""
     is_harmless: bool = False
-    """Whether it means what it meant, by the way in which it was made."""
+    """Whether the mutation keeps the meaning, by its kind."""
 
     def hunk(self, name: str = "") -> str:
-        """Return what was changed, as a unified diff."""
+        """Return the change, as a unified diff."""
         lines = difflib.unified_diff(self.before.splitlines(), self.text.splitlines(), name, name, "", "", 2, "")
         return "\n".join(lines)
 
@@ -261,7 +261,7 @@ DEAD = ("if 0:", "if False:", "while 0:")
 
 
 def _rebinding(module: Module, rng: Random, symbol: str) -> tuple[str, str, frozenset[str], bool]:
-    """Return a name for a way to rebind a definition, the code, what it changes, and whether it stands in the class."""
+    """Return a name for a way to rebind a definition, the code, the names that it changes, and whether the code goes into the class."""
     owner, _, name = symbol.rpartition(".")
     ways = [(key, code, "module") for key, code in REBINDS.items()]
     if owner and "." not in owner:
@@ -293,8 +293,8 @@ def _placed(module: Module, code: str, symbol: str, *, in_class: bool) -> str:
 
 
 def _binding(module: Module, rng: Random, symbol: str) -> Mutant | None:
-    what, code, changed, in_class = _rebinding(module, rng, symbol)
-    return Mutant("binding", what, module.text, _placed(module, code, symbol, in_class=in_class), changed)
+    label, code, changed, in_class = _rebinding(module, rng, symbol)
+    return Mutant("binding", label, module.text, _placed(module, code, symbol, in_class=in_class), changed)
 
 
 def _decorator(module: Module, rng: Random, symbol: str) -> Mutant | None:
@@ -323,10 +323,10 @@ def _around(module: Module, rng: Random, symbol: str, kind: str, heads: Collecti
             text = module.with_((node, _below(head, module.code(node), indent)))
             return Mutant(kind, f"{head} around {symbol}", module.text, text, frozenset({symbol}))
         case "rebinding":
-            what, code, changed, in_class = _rebinding(module, rng, symbol)
+            label, code, changed, in_class = _rebinding(module, rng, symbol)
             text = _placed(module, _below(head, code, ""), symbol, in_class=in_class)
             dead = head in DEAD
-            return Mutant(kind, f"{head} {what}", module.text, text, frozenset() if dead else changed, dead)
+            return Mutant(kind, f"{head} {label}", module.text, text, frozenset() if dead else changed, dead)
     if not (found := _statements(module, symbol)):
         return None
     body, place, indent = rng.choice(found)

@@ -1,6 +1,6 @@
 """Outline of a text, name by name, made without the helpers of probes: the difference between a module and its mutant.
 
-It is kept apart from `source.bindings` and `source.fingerprint` on purpose. A judge that asks the judged finds nothing.
+It is kept apart from `source.bindings` and `source.fingerprint` on purpose: a check that uses the code it checks finds nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVERYTHING = "*"
 
 
 class Outline:
-    """The definitions of a text: functions, methods, heads of classes, and what else binds a name in a module or class."""
+    """The definitions of a text: functions, methods, heads of classes, and all other bindings of names in a module or class."""
 
     def __init__(self, text: str, syntax: ast.Module | None = None) -> None:
         self.syntax = ast.parse(text) if syntax is None else syntax
@@ -47,7 +47,7 @@ class Outline:
         self.parts.setdefault(symbol, []).append(part)
 
     def said(self, symbol: str) -> tuple[str, ...]:
-        """Return what the definitions of a name say, without comments, layout and docstrings."""
+        """Return the code of the definitions of a name, without comments, layout and docstrings."""
         return tuple(_dump(part) for part in self.parts.get(symbol, ()))
 
     def changed(self, other: Outline) -> frozenset[str]:
@@ -72,7 +72,7 @@ class Outline:
 
 
 def hits(changed: frozenset[str], symbol: str) -> bool:
-    """Return whether a change of these names changes what a symbol means: itself, its class, or what is inside it."""
+    """Return whether a change of these names changes the meaning of a symbol: of itself, its class, or its members."""
     if EVERYTHING in changed or (not symbol and changed):
         return True
     return any(
