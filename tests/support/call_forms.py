@@ -3,7 +3,7 @@
     python tests/support/call_forms.py MODULE...
 
 Each module is imported, if it is there. Then every seam of every active overlay is compared with the function that it replaced. The seam's own
-code is inspected: the names, the counter of calls and `functools.wraps` around it would answer for upstream's.
+code is inspected, since its name, the counter of calls and `functools.wraps` around it would show upstream's signature.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling
 
 FIRST = ("loader", "source", "upkeep", "cli", "repro", "probes", "processes")
-"""Rooms whose tests begin: their calls into Python take as long as its heap is large, and upstreams fill it."""
+"""Rooms whose tests run first: Python takes longer for their requests the larger its heap is, and upstreams fill it."""
 LONGEST = (
     "test_dynamo.py",
     "test_lanes.py",

@@ -77,7 +77,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def outcome(folder: Path, saved: str, loaded: str, contents: str) -> str:
-    """Return in words whether A_log, its moments and the fp32 value that is updated survive saving and loading."""
+    """Return in words whether A_log, its moments and the fp32 value that is updated are the same after saving and loading."""
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 

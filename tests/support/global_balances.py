@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measured() -> dict[str, Any]:
-    """Return the gradients of routers now, by case."""
+    """Return the results of routers with the overlays that are in now, by case."""
     return {
         "cases": [case.run().broken for case in PACK.CASES],
         "neighbours": {each.name: neighbour.measured(each).numbers for each in neighbour.load(FOLDER)},

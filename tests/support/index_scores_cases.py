@@ -103,7 +103,7 @@ def by_hand(grad: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, k: torch
 def misplaced(found: Any, number: float, alone: bool, is_open: bool, use_relu: bool) -> dict[str, list[list[int]]]:
     """Return where gradients for `spoil` are finite and upstream's are not, or the reverse, or where others differ.
 
-    Upstream, the number spoils all that it reaches: every dim and head of its query, and every dim of its key.
+    In upstream's code the number spoils all that it reaches: every dim and head of its query, and every dim of its key.
     """
     (q, weights, k, grad), (query, batch, key) = spoil(number, alone, is_open)
     truths = by_hand(*[each.double() for each in (grad, q, weights, k)], use_relu=use_relu)

@@ -10,7 +10,7 @@ under a key of
     host      Python, the machine's architecture, and whether it has a GPU and Transformer Engine
 
 `pytest --kept` leaves out the files whose key is the kept one; `pytest --keep` keeps the files that pass. `make test` does the first, and
-`make passes` both, so that the next commit runs only the tests of files that it changes. `make test-all` runs all.
+`make passes` both, so that the next commit runs only the tests of code that it changes. `make test-all` runs all.
 
 Other overlays than those that a file imports are no part of its key, although they are armed in its processes. The effects of overlays
 on each other are tested on every commit with all of them on: `tests/proof/test_differential.py` and `tests/project/test_lanes.py`.

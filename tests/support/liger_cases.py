@@ -28,7 +28,7 @@ class Case:
     ignored: tuple[int, ...] = ()
     """Which tokens; (-1,) means all."""
     arrives: str = "random"
-    """The gradient from above: `random`, `zero first`, `strided`, `expanded` or `masked`."""
+    """The gradient that arrives at the loss: `random`, `zero first`, `strided`, `expanded` or `masked`."""
     use: str = "once"
     """`once`, `twice` through a retained graph, or `two terms` of one loss."""
     frozen: tuple[str, ...] = ()

@@ -72,7 +72,7 @@ def draw(
 
 
 def arrival(inputs: Inputs, kind: str) -> torch.Tensor:
-    """Return the gradient of the losses of "none" in another layout, or with other values, than drawn."""
+    """Return the gradient that arrives at the losses of "none", in another layout, or with other values, than drawn."""
     arriving = inputs.arriving.clone()
     if kind == "expanded":
         return torch.tensor(0.3, dtype=arriving.dtype).expand(arriving.shape)
@@ -107,7 +107,7 @@ def truth(inputs: Inputs) -> dict[str, torch.Tensor]:
         loss = losses.view(inputs.target.shape) if inputs.reduction == "none" else losses.sum()
         if inputs.reduction == "mean":
             loss = loss / (inputs.alive.sum() if weights is None else weights[target[inputs.alive]].sum())
-    # The reference takes the gradient of an ignored token as 0, unless it is NaN.
+    # The reference takes a gradient that arrives at an ignored token as 0, unless it is NaN.
     arriving = inputs.arriving.double()
     if inputs.reduction == "none":
         arriving = torch.where(inputs.alive, arriving.reshape(-1), 0.0).view(loss.shape)

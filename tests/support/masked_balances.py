@@ -45,7 +45,7 @@ MASKS: dict[str, Tensor | None] = {
     "even": (torch.arange(TOKENS) % 8 >= 5)[:, None].expand(TOKENS, ROWS),
     "uneven": torch.arange(TOKENS)[:, None] >= TOKENS - torch.tensor([6, 3]),
 }
-"""Padding masks: bool, [tokens, rows]. In `even`, each half of a row and each row has as many tokens."""
+"""Padding masks: bool, [tokens, rows]. In `even`, the halves of a row have the same number of tokens, and so have the rows."""
 MODULES = (
     "megatron.core.transformer.moe.router",
     "megatron.core.transformer.transformer_layer",

@@ -24,7 +24,7 @@ class Case:
     """Whether the labels of two tokens are in no vocabulary."""
     label_dtype: str = "int64"
     arrives: str = "random"
-    """The gradient from above: `random`, `zero first`, `strided` or `expanded`."""
+    """The gradient that arrives at the loss: `random`, `zero first`, `strided` or `expanded`."""
     shift: float = 0.0
     """Added to all logits through a constant hidden feature."""
     split: int = 0

@@ -67,7 +67,7 @@ def mean_over_no_token() -> dict[str, list[Any]]:
 
 
 def gradients_that_arrive_at_an_ignored_token() -> dict[str, bool]:
-    """Return whether NaN and infinity there give the same gradients as a gradient of 0."""
+    """Return whether NaN and infinity there give the same results as a gradient of 0."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=generator) for shape in ((4, 3), (5, 3)))
     labels = torch.tensor([0, -100, 4, -100])

@@ -2,8 +2,8 @@
 
     python ray_driver.py PLAN
 
-PLAN is JSON: a list of groups of actors, each a list of the `runtime_env` variables of its actors, and the tasks of the
-group. The outcomes are printed as one line of JSON.
+PLAN is JSON: `init`, the arguments of `ray.init`, and `groups` of actors. Each group lists the `runtime_env` variables of its
+actors, and says whether they make a process group. The outcomes of the groups are printed as one line of JSON.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def git(folder: Path, *words: str, date: str | None = None) -> str:
     Args:
         folder: where.
         words: the arguments of git.
-        date: of the commit or tag; now where there is none.
+        date: of the commit; now where there is none.
     """
     own = ("-c", "user.name=A Person", "-c", "user.email=person@example.org", "-c", "init.defaultBranch=main")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

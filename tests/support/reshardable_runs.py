@@ -1,7 +1,7 @@
 """Ranks that train with Megatron's DistributedOptimizer and hand its state on through real, fully reshardable checkpoints.
 
 Run by tests as `python reshardable_runs.py PLAN.json RANK`, one process for each rank: gloo on a CPU, NCCL on a GPU. Two parts
-are made up, which a CPU lacks. Megatron checks for CUDA tensors by their type and makes small ones: these are made on the CPU and
+that a CPU lacks are made up. Megatron checks for CUDA tensors by their type and makes small ones: these are made on the CPU and
 say that they are on CUDA. The inner optimizer is Adam in plain arithmetic under the name and with the contract of Apex's
 FusedAdam: the state of torch's own Adam, which Megatron takes where there is no FusedAdam, cannot be loaded from this format.
 """

@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def upstream_module(name: str) -> ModuleType:
-    """Import a module of an upstream; what it warns of is not what is tested: Megatron tells what else could be installed."""
+    """Import a module of an upstream without its warnings, which are not under test: Megatron warns of packages that are missing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)

@@ -22,7 +22,7 @@ SHOWN = 5
 
 
 def known_bodies(bases: Iterable[Base]) -> Known:
-    """Return the bodies that have a verdict, by part and place: a mutant may have the body of another release."""
+    """Return the code of the bodies that verdicts depend on, by part and place: a mutant may have the body of another release."""
     found: defaultdict[tuple[str, Place], set[tuple[str, ...]]] = defaultdict(set)
     outlines: dict[str, Outline] = {}
     for base in bases:

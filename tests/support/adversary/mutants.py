@@ -27,9 +27,9 @@ class Mutant:
     before: str
     text: str
     rebound: frozenset[str] = frozenset()
-    """Names that mean something else by the kind of mutation, even where the text says the same of them."""
+    """Names whose meaning the mutation changes, whatever the text says of them."""
     is_harmless: bool = False
-    """Whether the mutation keeps the meaning, by its kind."""
+    """Whether the mutation, by its kind, keeps the meaning of the text."""
 
     def hunk(self, name: str = "") -> str:
         """Return the change, as a unified diff."""
