@@ -103,7 +103,7 @@ def moves(count: int, columns: int) -> list[bool]:
     wanted = torch.zeros(ROWS, dtype=torch.bool)
     wanted[torch.randperm(ROWS, generator=generator)[:count]] = True
     wide = torch.randn(ROWS, columns + 8, generator=generator)
-    rest, matrix = wide[:, columns:].clone(), wide[:, :columns]
+    beside, matrix = wide[:, columns:].clone(), wide[:, :columns]
     expected = matrix[wanted]
     selection = select(wanted)
     places = [torch.equal(*pair) for pair in zip(rows.select(wanted), selection, strict=True)]
@@ -120,7 +120,7 @@ def moves(count: int, columns: int) -> list[bool]:
     back = rows.put_back_apart(matrix, selection.place, selection.count, torch.float16)
     rows.put_back(matrix, selection.order, selection.count)
     went = torch.equal(matrix[wanted], expected) and not matrix[~wanted].any()
-    return [*places, apart, came, went, torch.equal(back, matrix.half()), torch.equal(wide[:, columns:], rest)]
+    return [*places, apart, came, went, torch.equal(back, matrix.half()), torch.equal(wide[:, columns:], beside)]
 
 
 PANEL_ROWS, PANEL_WIDTH, PANEL_CLASSES = 520, 256, 256 * 4 + 72

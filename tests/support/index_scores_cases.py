@@ -201,13 +201,13 @@ def roundings(
         "k": in_k["k"] + flipped["k"],
     }
     shares = {}
-    for name, seen in zip(("scores", "q", "weights", "k"), found, strict=True):
-        truth, margin = true[name], 1.01 * allowed[name]
+    for what, seen in zip(("scores", "q", "weights", "k"), found, strict=True):
+        truth, margin = true[what], 1.01 * allowed[what]
         margin = (
             margin + (1 + cut) * ROUNDING[seen.dtype] * (truth.abs() + margin) + 1e-7 * (seen.dtype == torch.float16)
         )
         error = (seen.double() - truth).abs()
         share = torch.where(error > 0, error / margin, 0.0)
         norm = float(truth.norm())
-        shares[name] = (float(share.max()) if share.numel() else 0.0, float(error.norm()) / norm if norm else 0.0)
+        shares[what] = (float(share.max()) if share.numel() else 0.0, float(error.norm()) / norm if norm else 0.0)
     return shares

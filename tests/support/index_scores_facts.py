@@ -97,7 +97,7 @@ def random_numbers() -> dict[str, dict[str, float]]:
             q, weights, k, grad = random(3, *SIZES[name])
             results = compute(grad, q, weights.float(), k, use_relu)
             shares = roundings(results, grad, q, weights.float(), k, use_relu, ROUNDING[torch.float16], cut=True)
-            found[f"{name}, relu {use_relu}"] = {key: share for key, (share, _) in shares.items()}
+            found[f"{name}, relu {use_relu}"] = {what: share for what, (share, _) in shares.items()}
     return found
 
 
@@ -187,10 +187,10 @@ def same_digits_beside_a_large_tile() -> dict[str, list[bool]]:
     found = {}
     for large in range(3):
         factor = torch.where(torch.arange(140) // 64 == large, 1.0, 2.0**-40)
-        scaled = index_scores.gradients(grad * factor[:, None], q, weights, k)[:2]
+        beside = index_scores.gradients(grad * factor[:, None], q, weights, k)[:2]
         found[f"tile {large}"] = [
             torch.equal(one.float(), other.float() * factor.view(-1, *[1] * (other.ndim - 1)))
-            for one, other in zip(scaled, plain, strict=True)
+            for one, other in zip(beside, plain, strict=True)
         ]
     return found
 

@@ -298,9 +298,9 @@ def main(device: str, sizes: str = "all") -> None:
         facts = {
             "errors": errors(found, true),
             "as opened": all(
-                torch.equal(each, some[key]) for key, each in as_opened(made).items() for some in (found, opened)
+                torch.equal(each, some[what]) for what, each in as_opened(made).items() for some in (found, opened)
             ),
-            "again": all(torch.equal(each, again[key]) for key, each in found.items()),
+            "again": all(torch.equal(each, again[what]) for what, each in found.items()),
             "module": module.__name__.rpartition(".")[2],
         }
         print(json.dumps({name: facts}), flush=True)  # noqa: T201 - read by the tests
