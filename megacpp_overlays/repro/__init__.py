@@ -1,4 +1,4 @@
-"""The names that a pack's `reproduce.py` and `neighbours.py` are written with; `megacpp-overlays repro` runs them."""
+"""Public names for a pack's `reproduce.py` and `neighbours.py`, which `megacpp-overlays repro` runs."""
 
 from megacpp_overlays.repro.case import Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.repro.cpu_for_gpu import cpu_for_gpu

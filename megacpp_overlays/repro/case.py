@@ -1,8 +1,8 @@
-"""One case of a reproducer: what to run, on what, and what it may answer.
+"""Case of a reproducer: one measurement, its device and its possible results.
 
-`packs/NN-slug/reproduce.py` declares `CASES`, a tuple of these. A case calls upstream through its public entry,
-measures, and returns what it saw. It knows nothing of the overlay, so that the same measurement stands for upstream
-and for the fix. Upstreams are imported inside `run`: the file itself is also loaded where nothing is run.
+`packs/NN-slug/reproduce.py` declares `CASES`, a tuple of cases. A case calls upstream through its public entry, measures,
+and returns its measurement. It knows nothing of the overlay, so the same measurement judges upstream and the fix.
+Upstreams are imported inside `run`, because the file is also loaded by processes that run no case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD = re.compile(r"[A-Z]+(_[A-Z]+)*")
 
 
 class PackError(OverlayError):
-    """Raised when a pack is not there, or its reproducer is not one."""
+    """Raised when a pack is missing, or its reproducer is not valid."""
 
 
 class Blocked(OverlayError):  # noqa: N818 - the word that is printed
@@ -31,16 +31,16 @@ class Blocked(OverlayError):  # noqa: N818 - the word that is printed
 
 
 class TargetAbsent(OverlayError):  # noqa: N818 - the word of the verdict it agrees with
-    """Raised by a case when this upstream does not have what the pack is about; the text says what is missing."""
+    """Raised by a case when this upstream does not have the subject of the pack; the text names the missing feature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """What a case measured."""
+    """Measurement of a case."""
 
     broken: bool
     seen: str
-    """One line with numbers: what was compared with what, and how far apart they are."""
+    """One line with numbers: both sides of the comparison, and how far apart they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class Case:
     """One measurement of one overlay's defect, of one gate's combination, or of one claim about upstream.
 
     Raises:
-        ValueError: a field cannot be what it says.
+        ValueError: a field has a value that is not allowed.
     """
 
     name: str
@@ -59,22 +59,22 @@ class Case:
     device: str
     """`cpu` or `cuda`. A cuda case is BLOCKED on a host without one."""
     versions: tuple[str, ...]
-    """Distributions whose versions belong in the stamp, beside the overlay's own target."""
+    """Distributions whose versions belong in the stamp, in addition to the overlay's own target."""
     run: Callable[[], Behaviour]
     """Measures in a fresh process; raises Blocked or TargetAbsent where it cannot."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the child process, such as TRITON_INTERPRET=1."""
     targets: tuple[str, ...] = ()
-    """Modules of the overlay's parts that the case is about; empty means every part. The probes of these parts are
-    what its behaviour must agree with."""
+    """Modules of the overlay's parts that the case is about; empty means every part. The measured behaviour must agree
+    with the probes of these parts."""
     crash_is_broken: bool = False
     """Whether a process that dies while it measures shows the defect. Without this a crash is a failure."""
     claim: str = ""
-    """What a case without an overlay holds to be true; `Behaviour.broken` says that it is not."""
+    """Statement about upstream that a case without an overlay checks; `Behaviour.broken` says that it is false."""
     about: tuple[Target, ...] = ()
-    """What a claim is about."""
+    """Targets that a claim is about."""
     fix_sentinel: str = Sentinel.FIX_VALIDATED.value
-    """What is printed where the fix is shown: upper-case words joined by underscores."""
+    """Word that is printed where the fix is shown: upper-case words joined by underscores."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -86,10 +86,10 @@ class Case:
         if not _WORD.fullmatch(self.fix_sentinel):
             raise ValueError(f"case {self.name}: {self.fix_sentinel!r} is not upper-case words joined by underscores")
         if (self.overlay is None) != bool(self.claim and self.about):
-            raise ValueError(f"case {self.name}: it has an overlay, or a claim and what that is about")
+            raise ValueError(f"case {self.name}: it has an overlay, or a claim and its targets")
         if meaning(self.fix_sentinel) is not Sentinel.FIX_VALIDATED:
             raise ValueError(f"case {self.name}: {self.fix_sentinel} means something else")
 
     def word(self, sentinel: Sentinel) -> str:
-        """Return what this case prints for a sentinel."""
+        """Return the word that this case prints for a sentinel."""
         return self.fix_sentinel if sentinel is Sentinel.FIX_VALIDATED else sentinel.value

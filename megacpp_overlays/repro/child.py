@@ -1,19 +1,19 @@
 """The process of one case: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only | --witness | --try=SHAPES]`.
 
-Importing the package arms the overlays, as in a launcher. What is found goes to the file REPORT, one JSON object per
+Importing the package arms the overlays, as in a launcher. The results go to the file REPORT, one JSON object per
 line, because the output belongs to upstream and a process may die at any moment:
 
     probed   the findings, from source, before anything of upstream is imported
     running  the case begins
-    result   what it answered
+    result   the result of the case
     settled  the decisions of the loader and the source of the targets as they are loaded
-    beside   what the neighbours of the case came to, see `repro.neighbour`
+    beside   the results of the case's neighbours, see `repro.neighbour`
 
-With `--witness` kept witnesses do not count. What was read and what was loaded is told with its hashes, and what was loaded
-in place of what was read. With `--try=SHAPES`, shapes by module as JSON, the seams of these shapes go in where the probe
-recognises nothing and they can be placed.
+With `--witness` kept witnesses do not count. The report then has the hashes of the sources that were read and loaded, and says
+where another source was loaded than was read. With `--try=SHAPES`, shapes by module as JSON, the seams of these shapes are
+installed where the probe recognises nothing and they can be placed.
 
-Of a target whose overlay was retired there is nothing to find or to decide, and where it comes from is said all the same.
+A target whose overlay was retired has no finding and no decision; the report still names its file.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str]) -> None:
             for target, part in parts.items()
         }
         tell("settled", parts=[{**_loaded(target), **decided.get(target, {})} for target in targets])
-        for beside in neighbour.of(case, cases, Path(reproducer).parent):
-            found = neighbour.measured(beside)
+        for each in neighbour.of(case, cases, Path(reproducer).parent):
+            found = neighbour.measured(each)
             tell(
-                f"beside {beside.name}",
-                name=beside.name,
+                f"beside {each.name}",
+                name=each.name,
                 numbers=found.numbers,
                 why_not=found.why_not,
                 failed=found.failed,
@@ -86,20 +86,20 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Witness:
-    """What the probes of the parts read, and what of it was loaded when the case had run."""
+    """Recorder of the sources that the probes of the parts read, and of those that were loaded when the case had run."""
 
     def __init__(self) -> None:
         self._trees: dict[Erratum, witnesses.RecordingTree] = {}
         self._findings: dict[Erratum, Finding] = {}
 
     def look(self, part: Erratum) -> Finding:
-        """Return what the probe of a part finds, and note what it reads."""
+        """Return the finding of a part's probe, and record the sources that it reads."""
         self._trees[part] = witnesses.RecordingTree(InstalledTree())
         self._findings[part] = unless_published(part, examine(part, self._trees[part]), InstalledTree())
         return self._findings[part]
 
     def seen(self, part: Erratum) -> dict[str, object]:
-        """Return the hashes of what was read and of what was loaded, and what was loaded in place of what was read."""
+        """Return the hashes of the sources that were read and loaded, and the difference between both."""
         finding = self._findings[part]
         if finding.verdict is not Verdict.UNRECOGNISED:
             return {}
@@ -140,10 +140,10 @@ def _source(target: Target) -> dict[str, object]:
 
 
 def _package(target: Target) -> str | None:
-    """Return the file of the package that a target is in, or None when that package is not here; imports nothing.
+    """Return the file of the package that a target is in, or None when that package is not installed; imports nothing.
 
-    `megatron` may be there without megatron-core: it is a namespace that several distributions share. So what is
-    looked for is the package that has the name of the distribution, and below it the first that is no namespace.
+    `megatron` may be there without megatron-core: it is a namespace that several distributions share. The search
+    therefore starts at the package with the name of the distribution, and takes the first package that is no namespace.
     """
     named = target.distribution.replace("-", ".")
     least = named.count(".") + 1 if f"{target.module}.".startswith(f"{named}.") else 1
@@ -204,7 +204,7 @@ def _decided(record: Record) -> dict[str, object]:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    # All is said. A process group whose capture failed can wait for ever while the interpreter ends.
+    # The report is complete. A process group whose capture failed can wait for ever while the interpreter ends.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

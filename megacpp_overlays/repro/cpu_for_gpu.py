@@ -1,4 +1,4 @@
-"""Context in which Megatron does on a CPU what it would do on a GPU, for cases of a CPU."""
+"""Context in which Megatron runs its GPU code path on a CPU, for cases of a CPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def cpu_for_gpu() -> Iterator[None]:
-    """Create tensors on the CPU where a GPU is asked for, and let tensors report a CUDA type.
+    """Create tensors on the CPU where a GPU is requested, and let tensors report a CUDA type.
 
-    From then on `fork` of Megatron's tracker of random streams of a GPU has no effect in this process.
+    From then on `fork` of Megatron's CUDA RNG tracker has no effect in this process.
     """
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

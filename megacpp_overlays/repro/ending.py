@@ -1,4 +1,4 @@
-"""An orderly end when asked to end: what was started is in sessions of its own, and nobody else would end it."""
+"""Orderly shutdown on a signal. Child processes run in sessions of their own, so only this process can end them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Fork server for cases: a Python that has imported torch, of which each case gets a copy; `fork_server.py DESCRIPTOR MODULE...`.
+"""Fork server for cases: a Python that has imported torch and is forked for each case; `fork_server.py DESCRIPTOR MODULE...`.
 
 The client is `repro.forked`. DESCRIPTOR is one end of a socket pair. First the server writes a line, which is empty where it can
-serve and says why not otherwise. Then each byte that the client sends has a socket with it, of which the server reads one job as a
-line of JSON, and to which it writes the exit code of that process. A job whose socket is closed early is killed with its process
-group; the server ends with its own socket, however the client ends. A job may also be modules to import: then the copy imports them as
-far as they can be, and is a server itself, of which that socket is the control.
+serve and gives the reason otherwise. Then the client sends a socket with each byte. From that socket the server reads one job as a
+line of JSON, and to it the server writes the exit code of the job's process. A job whose socket is closed early is killed with its
+process group. The server ends with its own socket, however the client ends. A job may also be a list of modules: then the copy imports
+them as far as possible and becomes a server itself, with that socket as its control.
 
-The file is run by its path and imports nothing of this package, whose import arms a process, unless a job asks for it.
+The file is run by its path. It imports nothing of this package, whose import arms a process, unless a job names the package.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any, NoReturn
 
 PACKAGE = "megacpp_overlays"
 EAGER = "eager"
-"""Among the modules: what upstream gives to `torch.compile` runs as it is written."""
+"""Name among the modules that makes `torch.compile` run functions eagerly, as they are written."""
 
 
 def serve(control: socket.socket, problem: str) -> None:
-    """Write why this process cannot be copied, or nothing; where it can be, fork for each socket that arrives until the client is gone."""
-    gc.collect()  # otherwise the first full collection of each copy goes through what was imported here
+    """Write why this process cannot be copied, or an empty line; where it can be, fork for each socket that arrives until the client is gone."""
+    gc.collect()  # otherwise the first full collection of each copy goes through the imported modules
     control.sendall(f"{problem}\n".encode())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     while not problem:
@@ -48,7 +48,7 @@ def serve(control: socket.socket, problem: str) -> None:
 
 
 def _prepare(modules: Sequence[str]) -> str:
-    """Import what is there of the modules; return why this process cannot be copied, or nothing."""
+    """Import the modules that are installed; return why this process cannot be copied, or an empty text."""
     try:
         for name in modules:
             with contextlib.suppress(ModuleNotFoundError):
@@ -61,7 +61,7 @@ def _prepare(modules: Sequence[str]) -> str:
 
 
 def _load(names: Sequence[str]) -> str:
-    """Import modules as far as they can be; return why this process cannot be copied afterwards, or nothing."""
+    """Import modules as far as possible; return why this process cannot be copied afterwards, or an empty text."""
     for name in names:
         with contextlib.suppress(Exception):  # a case that needs it says more
             _import(name)

@@ -1,7 +1,8 @@
-"""Processes of cases that are copies of one which has imported torch: half of what a small case costs is that import.
+"""Client of fork servers: processes of cases are copies of one that has imported torch, which is half of the cost of a small case.
 
-A copy has the variables, the folder and the output of its job, and nothing of this package or of a target is imported before, unless the
-job names it. Where no GPU is seen it runs eagerly: what `torch.compile` makes on a CPU is the same but for rounding, and costs a C++ compiler up to a minute.
+A copy has the variables, the folder and the output of its job. Nothing of this package or of a target is imported before, unless the
+job names it. Where no GPU is seen the copy runs eagerly: results of `torch.compile` on a CPU are the same but for rounding, and cost a
+C++ compiler up to a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MODULES = (
     "wrapt",
     "importlib_metadata",
 )
-"""Dependencies of Megatron of which none is a target of an overlay."""
+"""Dependencies of Megatron; none is a target of an overlay."""
 MORE_MODULES = ("torch._dynamo", "torch.distributed.checkpoint")
 """Other dependencies of Megatron that take long to import."""
 MORE_MODULES_ON_CPU = (
@@ -43,15 +44,15 @@ MORE_MODULES_ON_CPU = (
     "torch.utils.cpp_extension",
     fork_server.EAGER,
 )
-"""Those of a process that sees no GPU, and what makes it run eagerly. With a GPU some of them may ask CUDA for devices, and then no copy can use one."""
+"""Modules of a process that sees no GPU, and the switch to eager mode. Where there is a GPU, some of them may ask CUDA for devices, and then no copy can use one."""
 PRELOADED = frozenset({"torch"})
-"""Distributions with targets of overlays among what these modules import: their cases run in copies that have `MODULES` alone."""
+"""Distributions that these modules import and that have targets of overlays. Their cases run in copies that have `MODULES` alone."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Variables of a process that sees no GPU."""
 
 
 class ForkServers:
-    """Fork servers, one for each environment; a context, at whose end they end."""
+    """Fork servers, one for each environment, as a context manager that stops them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,16 +80,16 @@ class ForkServers:
     ) -> str | None:
         """Run a module to its end in a copy of a server; return in words how it ended, or None when it ended well.
 
-        Where nothing that has `loaded` can be copied, a copy has torch and dependencies alone; where nothing can be, a Python is started.
+        Where no server with `loaded` can be copied, the copy has torch and dependencies alone. Where no server can be copied, a Python is started.
 
         Args:
             words: a module, and its arguments.
             folder: where it runs.
             environment: all of its variables.
-            output: the file that gets what it writes.
+            output: the file that gets its output.
             timeout: seconds after which it is ended.
-            loaded: modules that were imported before as far as they can be, in this order. This package among them has armed the
-                process with the variables of the job.
+            loaded: modules that the server has imported as far as possible, in this order. Where this package is among them, it has
+                armed the process with the variables of the job.
             bare: whether nothing but `MODULES` may be imported before.
         """
         more = _more_modules(environment)
@@ -99,11 +100,11 @@ class ForkServers:
         return run_anew(words, folder=folder, environment=environment, output=output, timeout=timeout)
 
     def prepare(self, *, environment: Mapping[str, str], loaded: Sequence[str]) -> None:
-        """Start the server that copies with these modules come from, unless it was started; see `run`."""
+        """Start the server with these modules, unless it was started; see `run`."""
         self._server(environment, (*_more_modules(environment), *loaded))
 
     def _server(self, environment: Mapping[str, str], modules: tuple[str, ...]) -> _ForkServer | None:
-        """Return the server for an environment that has these and `MODULES`, which may be starting; None where this system has none."""
+        """Return the server for an environment with these modules and `MODULES`; it may still be starting. None where this system has no `os.pidfd_open`."""
         if not hasattr(os, "pidfd_open"):
             return None
         more = _more_modules(environment)
@@ -126,7 +127,7 @@ def _more_modules(environment: Mapping[str, str]) -> tuple[str, ...]:
 def run_anew(
     words: Sequence[str], *, folder: Path, environment: Mapping[str, str], output: Path, timeout: float
 ) -> str | None:
-    """Run a module to its end in a Python of its own, which compiles what upstream has compiled; see `ForkServers.run`."""
+    """Run a module to its end in a Python of its own, in which `torch.compile` compiles; see `ForkServers.run`."""
     command = [sys.executable, "-m", *words]
     with output.open("wb") as stream:
         return process_group.run(command, folder=folder, environment=environment, output=stream, timeout=timeout)
@@ -169,11 +170,11 @@ class _ForkServer:
         return process_group.in_words(int(said)) if said else "was lost with the process that it is a copy of"
 
     def copy(self, environment: Mapping[str, str], modules: Sequence[str]) -> _ForkServer:
-        """Return a server that is a copy of this one and imports modules, as far as they can be."""
+        """Return a server that is a copy of this one and imports modules as far as possible."""
         return _ForkServer(self._begin({"modules": [*modules], "environment": {**environment}}))
 
     def _begin(self, job: Mapping[str, object]) -> socket.socket:
-        """Return a socket of a copy that was given a job."""
+        """Start a copy with a job, and return its socket."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._socket, [b"+"], [theirs.fileno()])

@@ -1,4 +1,4 @@
-"""Megatron-FSDP on gloo ranks of a CPU: its module, a step of it beside the same model without it, and how far apart both are."""
+"""Megatron-FSDP on gloo ranks of a CPU: its module, a training step next to the same model without it, and a comparison of both."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megacpp_overlays.repro.case import TargetAbsent
 
 _PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _TOKENS = 3
-"""Of one microbatch."""
+"""Tokens of one microbatch."""
 
 
 def fully_shard_module() -> Any:
-    """Import the module that shards models and optimizers.
+    """Import and return the module that shards models and optimizers.
 
     Raises:
         TargetAbsent: this release has no Megatron-FSDP.
@@ -30,11 +30,11 @@ def fully_shard_module() -> Any:
 
 
 def fsdp_on_cpu() -> None:
-    """Let Megatron-FSDP take the CPU for the GPU of this process, which is a fork: streams do nothing, and tensors are where they are."""
+    """Let Megatron-FSDP use the CPU as its GPU in this process, which is a fork: streams do nothing, and tensors stay where they are."""
     import torch
 
     class Nothing:
-        """A stream or an event: all that is asked of it is done already."""
+        """A stream or an event whose methods do nothing, because all work is done already."""
 
         def __getattr__(self, _name: str) -> Any:
             return lambda *_, **__: Nothing()
@@ -54,15 +54,15 @@ def fsdp_on_cpu() -> None:
     torch.cuda.current_device = lambda: 0
     torch.Tensor.cuda = lambda self, *_, **__: self
     vars(importlib.import_module(f"{_PACKAGE}.megatron_fsdp"))["torch"] = TorchOnCpu()
-    gc.freeze()  # Megatron-FSDP collects garbage often, which would go through all that the fork has inherited
+    gc.freeze()  # Megatron-FSDP collects garbage often, which would go through all objects that the fork has inherited
 
 
 def meshes_on_cpu(module: Any) -> None:
-    """Let device meshes that a module makes from process groups be of the CPU, in this process, which is a fork."""
+    """Put the device meshes that a module makes from process groups on the CPU, in this process, which is a fork."""
     from torch.distributed import DeviceMesh
 
     class MeshOnCpu(DeviceMesh):  # type: ignore[misc] # torch is not seen by the type checker
-        """A mesh of the CPU, whatever device is named."""
+        """A mesh of the CPU, for any device that is named."""
 
         @staticmethod
         def from_group(group: Any, device_type: str, **given: Any) -> Any:
@@ -73,7 +73,7 @@ def meshes_on_cpu(module: Any) -> None:
 
 
 def step_beside(model: Any, plain: Any, optimizer: Any, *, rank: int, microbatches: int) -> None:
-    """Run microbatches of this rank through a `MegatronFSDP` and through the same model without it, and step the optimizer of the former.
+    """Run microbatches of this rank through a `MegatronFSDP` and through the same model without it, and step the optimizer of the first.
 
     Gradients of `plain` are the sums over the microbatches of this rank. Both take tokens of as many channels as their last parameter has columns.
     """
@@ -98,7 +98,7 @@ def weights_of_all_ranks(model: Any, *, is_sharded: bool) -> Any:
     """
     import torch
 
-    model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers are given what it puts there
+    model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers get the parameters that it puts there
     rows = []
     for each in model.parameters():
         row = (each.to_local() if hasattr(each, "to_local") else each).detach().flatten().clone()
@@ -111,7 +111,7 @@ def weights_of_all_ranks(model: Any, *, is_sharded: bool) -> Any:
 
 
 def compared(found: Mapping[str, list[float]], what: str) -> tuple[float, float]:
-    """Return how many times as large the numbers `what` of all ranks are as `right what`, by least squares, and how far off they are, relative."""
+    """Return the least-squares ratio of the numbers of one name on all ranks to the numbers `right NAME`, and their relative error."""
     import torch
 
     changed, right = (

@@ -1,14 +1,15 @@
-"""The one way to run git, to read: no hook, filter, helper program or network of a repository or of the shell has a say.
+"""Read-only runner of git, the only one in the package. It runs no hook, filter or helper program, and uses no network.
 
-The repository is the one that a `.git` leads to, or a bare one that was named itself. A source tree may have files of the
-names that a bare repository has: what they say is content, and no configuration. git looks at who owns a repository, so it
-is always asked from a folder (`-C`) and never told where the repository is: that would pass the look by.
+The settings of the repository and of the shell cannot change that. The repository is the one that a `.git` leads to, or a
+bare repository that the caller named itself. A source tree may have files with the names of a bare repository's files:
+their text is content, and no configuration. git checks the owner of a repository only when it searches for it, so it always
+runs in a folder (`-C`) and never gets the repository's place as an argument.
 
-The configuration of the user and of the system is heeded, so GIT_CONFIG_NOSYSTEM is not set: there a person, or whoever
-made the image of a container, says which repositories of other owners are trusted (`safe.directory`), and a checkout that
-is mounted into a container can be read in no other way. Whoever can write these files can run programs for that person
-anyway. What they name for git to run is left out all the same, as what a repository names is: settings of the command line
-come last, and a filter or a driver of theirs is no part of what a commit says.
+The configuration of the user and of the system applies, so GIT_CONFIG_NOSYSTEM is not set: there the user, or the author of
+a container's image, lists the trusted repositories of other owners (`safe.directory`), and a checkout that is mounted into a
+container can be read in no other way. An attacker with write access to these files can run programs as the user anyway.
+Programs that they name for git to run are left out all the same, like those that a repository names: settings of the command
+line come last, and a filter or a driver is no part of the content of a commit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SAFE = (
     *("-c", "log.showSignature=false"),
 )
 _NO_PROTOCOL = "none"
-"""The only protocol that may be used. A partial clone would ask its network for what it lacks."""
+"""The only protocol that is allowed. A partial clone would ask its network for missing objects."""
 _TIMEOUT = 300.0
 
 _READS_NO_FILE = frozenset({"cat-file", "config", "log", "ls-files", "ls-tree", "read-tree", "rev-parse"})
@@ -36,22 +37,22 @@ _READS_NO_FILE = frozenset({"cat-file", "config", "log", "ls-files", "ls-tree", 
 _FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
 _PLAIN_TEXT = ("--no-ext-diff", "--no-textconv")
 _ONLY = {"status": ("--ignore-submodules=dirty",), **dict.fromkeys(("diff", "log", "show"), _PLAIN_TEXT)}
-"""Words that a command always gets: git looks into a submodule under that one's own configuration, and may ask a program of
-any configuration what to show of a file."""
+"""Options that a command always gets. git reads a submodule under the submodule's own configuration, and any configuration
+may name a program that converts a file for display."""
 
 _BARE = ("HEAD", "objects", "refs")
 _IN_BARE = re.compile(
     r"[A-Z_]+|objects|refs|config|config\.worktree|description|hooks|info|branches|packed-refs|logs|worktrees|modules|lfs|shallow"
     r"|index|gc\.(log|pid)|rr-cache|svn|fsmonitor--daemon.*|.*\.lock"
 )
-"""What lies at the top of a bare repository, or of a `.git`."""
+"""Names of files and folders at the top of a bare repository, or of a `.git`."""
 
 
 class GitError(UpkeepError):
-    """Raised when git fails or is not there; the text names the command and has git's first line.
+    """Raised when git fails or is not installed; the text names the command and has git's first line.
 
     Attributes:
-        output: every line of what git said on stderr.
+        output: every line that git wrote to stderr.
     """
 
     def __init__(self, text: str, output: tuple[str, ...] = ()) -> None:
@@ -60,19 +61,19 @@ class GitError(UpkeepError):
 
 
 def run(folder: Path, *arguments: str, settings: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
-    """Return what git prints, paths decoded as `os.fsdecode` does; see `content`."""
+    """Return the output of git, with paths decoded as `os.fsdecode` does; see `content`."""
     return os.fsdecode(content(folder, *arguments, settings=settings, variables=variables))
 
 
 def content(
     folder: Path, *arguments: str, settings: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return what git prints.
+    """Return the output of git.
 
     Args:
         folder: where git looks for the repository.
         arguments: a git command.
-        settings: `name=value` each, over what the repository and the user have.
+        settings: `name=value` each; they override the configuration of the repository and of the user.
         variables: added to the environment.
 
     Raises:
@@ -110,7 +111,7 @@ def _output(folder: Path, words: Sequence[str], variables: Mapping[str, str], na
 
 
 def ask(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, without white space around it; None when it fails."""
+    """Return the output of git, without white space around it; None when git fails."""
     try:
         return run(folder, *arguments).strip()
     except GitError:
@@ -120,7 +121,7 @@ def ask(folder: Path, *arguments: str) -> str | None:
 def _is_bare(folder: Path, ceiling: str | None) -> bool:
     """Return whether a folder is a bare repository, and no source tree with files of the same names.
 
-    git itself takes any folder on the way up for a repository that has these names.
+    git itself takes the folder, or any parent folder that has these names, for a repository.
 
     Raises:
         GitError: git would take a source tree for a bare repository.
@@ -143,12 +144,12 @@ def _is_repository(place: Path) -> bool:
 
 
 def _without_filters(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that leave every filter that is configured, for whatever attribute, without a program."""
+    """Return variables that remove the program of every configured filter, for all attributes."""
     asked = ("config", "--null", "--name-only", "--get-regexp", _FILTERS)
     try:
         listed = os.fsdecode(_output(folder, asked, variables, "config")).split("\0")[:-1]
     except GitError as error:
-        if error.output:  # it says nothing where there is none
+        if error.output:  # git prints nothing where no filter is configured
             raise
         return {}
     named = {name: "false" if name.endswith(".required") else "" for name in listed}
@@ -158,6 +159,6 @@ def _without_filters(folder: Path, variables: Mapping[str, str]) -> dict[str, st
 
 
 def _environment() -> dict[str, str]:
-    # GIT_DIR and its like, as in a hook, would answer for another repository.
+    # GIT_DIR and similar variables, as in a hook, would lead git to another repository.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return {**kept, "LC_ALL": "C", "GIT_ALLOW_PROTOCOL": _NO_PROTOCOL, "GIT_NO_LAZY_FETCH": "1"}

@@ -1,4 +1,4 @@
-"""The packs as folders: find one by number, and load the cases of its reproducer.
+"""Inventory of packs: their folders by number, and the cases of their reproducers.
 
 A pack is a folder `NN-slug` with a `reproduce.py`. The file is loaded from its path, so that no folder of the
 inventory is ever on `sys.path`.
@@ -21,7 +21,7 @@ from megacpp_overlays.repro import neighbour
 from megacpp_overlays.repro.case import Case, PackError
 
 MORE = "more_cases.py"
-"""Cases of a pack that were written after receipts of its `reproduce.py`, which hold that file byte for byte."""
+"""File with cases of a pack that were written after receipts of its `reproduce.py`: receipts bind that file byte for byte."""
 _FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
 
 
@@ -40,7 +40,7 @@ class Pack:
 
     @property
     def reproducer(self) -> Path:
-        """Where the cases are."""
+        """File with the cases."""
         return self.folder / "reproduce.py"
 
 
@@ -87,10 +87,10 @@ def digest(reproducer: Path) -> str:
 
 
 def load_cases(reproducer: Path) -> tuple[Case, ...]:
-    """Execute a `reproduce.py` and return its cases, with those of the `more_cases.py` beside it.
+    """Execute a `reproduce.py` and return its cases, with those of the `more_cases.py` in the same folder.
 
     Raises:
-        PackError: there is no such file, it cannot be executed, or its CASES are not what they should be.
+        PackError: there is no such file, it cannot be executed, or its CASES are not valid.
     """
     where = f"{reproducer.parent.name}/{reproducer.name}"
     if not reproducer.is_file():
@@ -128,7 +128,7 @@ def parts_of(case: Case, overlays: Sequence[Erratum]) -> tuple[Erratum, ...]:
     """Return the parts of the overlay that a case is about; none for a claim, or where that overlay was retired.
 
     Raises:
-        PackError: there is and was no such overlay, or it has no such target.
+        PackError: there is no such overlay, retired ones included, or it has no such target.
     """
     chosen = targets_of(case, overlays)
     return tuple(part for part in overlays if part.id == case.overlay and part.target in chosen)

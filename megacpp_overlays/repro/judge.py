@@ -1,4 +1,4 @@
-"""Judge a case by its two runs and the probe: one pure function.
+"""Judgement of a case by its two runs and its probe, as pure functions.
 
 A sentinel is earned by a measurement that the probe agrees with:
 
@@ -16,10 +16,10 @@ A case may print a word of its own for FIX_VALIDATED, such as MEMORY_SAVE_VERIFI
 A gate repairs nothing, so its case runs once: BUG_REPRODUCED where the probe says BROKEN, the combination does not work and
 the gate said so at start-up; BUG_NOT_PRESENT as above.
 
-A claim has neither overlay nor probe: CLAIM_HOLDS where the one run bears it out.
+A claim has neither overlay nor probe: CLAIM_HOLDS where its one run confirms it.
 
-An overlay that was retired took its probe with it. Its case runs once, as a regression guard: upstream has the measurement
-to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such feature, and FAILED says that the bug is back.
+A retired overlay has no probe any more. Its case runs once, as a regression guard that measures upstream alone:
+BUG_NOT_PRESENT is earned where upstream is not broken or has no such feature, and FAILED says that the bug is back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EARNED = frozenset(Sentinel) - {Sentinel.BLOCKED, Sentinel.FAILED}
 
 
 def meaning(word: str) -> Sentinel:
-    """Return the sentinel that a printed word stands for: a case's own word shows the fix."""
+    """Return the sentinel of a printed word: a case's own word means FIX_VALIDATED."""
     return Sentinel.__members__.get(word, Sentinel.FIX_VALIDATED)
 
 
@@ -68,7 +68,7 @@ class RunKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of the overlay in one run: what the probe read, and what the loader did."""
+    """One part of the overlay in one run, with the probe's finding and the loader's decision."""
 
     module: str
     verdict: Verdict
@@ -79,9 +79,9 @@ class Part:
     reason: str
     looks_repaired: bool = False
     sources: Mapping[str, str | None] | None = None
-    """What the probe read and what was loaded, with hashes; None where nobody asked or the run did not get that far."""
+    """Hashes of the sources that the probe read and that were loaded; None without `--witness`, or where the run did not get that far."""
     difference: str | None = None
-    """What was loaded in place of what the probe read."""
+    """Description of the loaded source where it is not the one that the probe read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Run:
     seen: str
     parts: tuple[Part, ...]
     beside: Mapping[str, NeighbourResult] = field(default_factory=dict)
-    """What neighbours of the case came to, by name."""
+    """Results of the case's neighbours, by name."""
 
 
 class Conclusion(NamedTuple):
@@ -105,7 +105,7 @@ class Conclusion(NamedTuple):
 
 
 class HasVerdict(Protocol):
-    """What a probe found of one part of an overlay."""
+    """Finding of a probe about one part of an overlay."""
 
     @property
     def verdict(self) -> Verdict:
@@ -122,7 +122,7 @@ def verdict_of(parts: Iterable[HasVerdict]) -> Verdict:
 
 
 def judge(without: Run, with_all: Run | None) -> tuple[Conclusion, ...]:
-    """Return what was earned, by a run without the overlay and one with every overlay.
+    """Return the conclusions from a run without the overlay and a run with every overlay.
 
     Args:
         without: the run without the overlay of the case.
@@ -150,7 +150,7 @@ def judge(without: Run, with_all: Run | None) -> tuple[Conclusion, ...]:
 
 
 def gate(run: Run) -> tuple[Conclusion, ...]:
-    """Return what one run of a gate's case shows."""
+    """Return the conclusions from one run of a gate's case."""
     if run.kind is RunKind.BLOCKED:
         return (Conclusion(Sentinel.BLOCKED, run.seen),)
     if run.kind is RunKind.FAILED:
@@ -170,14 +170,14 @@ def gate(run: Run) -> tuple[Conclusion, ...]:
 
 
 def claim(run: Run) -> tuple[Conclusion, ...]:
-    """Return what one run shows of a claim about upstream."""
+    """Return the conclusions from one run of a claim about upstream."""
     match run.kind:
         case RunKind.BLOCKED:
             return (Conclusion(Sentinel.BLOCKED, run.seen),)
         case RunKind.SOUND:
             return (Conclusion(Sentinel.CLAIM_HOLDS, run.seen),)
         case RunKind.ABSENT:
-            return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"what the claim is about is absent: {run.seen}"),)
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"the subject of the claim is absent: {run.seen}"),)
         case RunKind.BROKEN:
             return (_failed(f"the claim does not hold: {run.seen}"),)
         case RunKind.FAILED:
@@ -185,10 +185,10 @@ def claim(run: Run) -> tuple[Conclusion, ...]:
 
 
 def guard(run: Run, gone: RetiredOverlay) -> tuple[Conclusion, ...]:
-    """Return what a case shows whose overlay was retired.
+    """Return the conclusions from the case of a retired overlay.
 
     Args:
-        run: the one run, with whatever overlays there still are.
+        run: the one run, with the overlays that there still are.
         gone: the overlay of the case.
     """
     match run.kind:
@@ -218,7 +218,7 @@ def _no_fix(run: Run | None) -> str | None:
 
 
 def _harm(run: Run | None) -> str | None:
-    """Return what the overlays do to an upstream that is right, or None when they leave it alone."""
+    """Describe the harm of overlays to an upstream that is right; None when they leave it alone."""
     if run is None or run.kind is not RunKind.SOUND:
         return _unusable(run)
     if any(part.decision is Decision.ACTIVE for part in run.parts) or _in_conflict(run):
@@ -235,7 +235,7 @@ def _in_conflict(run: Run) -> bool:
 
 
 def decisions(parts: Sequence[Part]) -> str:
-    """Return the decisions of parts, and why, as one line."""
+    """Return the decisions on parts with their reasons, as one line."""
     return "; ".join(
         f"{part.module} {part.decision.value if part.decision else 'undecided'}: {part.reason}" for part in parts
     )

@@ -1,4 +1,4 @@
-"""`packs/manifest.json`: what every pack claims, derived from its folder and the declarations, never typed twice.
+"""`packs/manifest.json`: the claims of every pack, derived from its folder and the declarations, never typed twice.
 
     number, slug                  the name of the folder
     title, class, state           the heading of README.md, and its lines `Class` and `Lifecycle state`
@@ -6,13 +6,13 @@
     priority, files
     overlays                      the declarations of the overlays with this pack number
     targets, threads              those of the overlays, those of overlays that were retired, and those of `pack.toml`
-    threads[].checked             `threads.json`, the last answers about upstream's threads; else what stands here
+    threads[].checked             `threads.json`, the last answers about upstream's threads; else the date in the manifest
     receipts                      kept in the manifest alone
 
-A claim needs a kept log: `problems` refuses a state or a class that the receipts do not show. What counts is a
-receipt of the reproducer as it is now, in which nothing failed, and of upstream itself, not of a stand-in. A pack
-without a reproducer is a draft and nothing else. What is ready to be sent also has a repository, the result of a search
-there, a priority, and threads that somebody looked at.
+A claim needs a kept log: `problems` refuses a state or a class that the receipts do not show. A receipt counts if it is of
+the current reproducer and of upstream itself, not of a stand-in, and if nothing failed in it. A pack without a reproducer
+is always a draft. A pack that is ready to be sent also has a repository, the result of a search there, a priority, and
+threads that were looked at.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SCHEMA = 1
 NAME, SCHEMA_NAME, README = "manifest.json", "manifest.schema.json", "README.md"
 THREADS = "threads.json"
 STALE, MISSING = "is not as the notes and declarations have it", "not in the manifest"
-"""What `problems` says of an entry that `synchronise` would change."""
+"""Words of `problems` about an entry that `synchronise` would change."""
 
 CLASSES = ("overlay", "gate", "fork", "bug report", "regression guard", "held")
 STATES = ("draft", "reproduced", "validated", "ready", "filed", "merged", "retired")
-"""In the order of a life. From `ready` on a pack is fit to be sent, so every thread has been looked at."""
+"""Lifecycle states, in order. From `ready` on a pack is fit to be sent, so every thread has been looked at."""
 
 _PROOF = {
     "overlay": (Sentinel.FIX_VALIDATED,),
@@ -51,18 +51,18 @@ _PROOF = {
     "regression guard": (Sentinel.BUG_NOT_PRESENT,),
     "held": (Sentinel.FIX_VALIDATED, Sentinel.CLAIM_HOLDS),
 }
-"""What a receipt must show for the state `validated`, by class."""
+"""Sentinels of which a receipt must show one for the state `validated`, by class."""
 
 
 class ManifestError(OverlayError):
-    """Raised when a manifest cannot be read, or the notes of a pack lack what belongs in it."""
+    """Raised when a manifest cannot be read, or the notes of a pack lack a field of the manifest."""
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder of packs; an empty one where there is none yet.
+    """Return the manifest of a folder of packs; an empty manifest where the folder has none.
 
     Raises:
-        ManifestError: it is no JSON, or does not fit the schema.
+        ManifestError: the manifest is no JSON, or does not fit the schema.
     """
     path = folder / NAME
     if not path.exists():
@@ -89,17 +89,17 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
 
 
 def entry_of(data: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Return the entry of a pack."""
+    """Return the entry of a pack, or None."""
     return next((pack for pack in data["packs"] if pack["number"] == number), None)
 
 
 def derive(pack: Pack, overlays: Sequence[Erratum], kept: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the entry of a pack as its folder and the declarations have it.
+    """Return the entry of a pack, derived from its folder and the declarations.
 
     Args:
         pack: the folder.
         overlays: every declared overlay, in parts.
-        kept: the entry as it is, for what only the manifest knows.
+        kept: the present entry, for the fields that only the manifest has.
 
     Raises:
         ManifestError: the notes lack a heading, a class or a state, or the saved answers about threads cannot be read.
@@ -127,7 +127,7 @@ def derive(pack: Pack, overlays: Sequence[Erratum], kept: Mapping[str, Any] | No
 
 
 def _threads(pack: Pack, threads: Sequence[Thread], kept: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the threads of a pack, with the day of the last look; of one that is named twice, the first counts."""
+    """Return the threads of a pack, with the day of the last check; of a thread that is named twice, the first counts."""
     checked = {(each["repository"], each["number"]): each["checked"] for each in (kept or {}).get("threads", ())}
     checked |= _answered(pack.folder.parent)
     states: dict[tuple[str, int], str] = {}
@@ -146,7 +146,7 @@ def _answered(folder: Path) -> dict[tuple[str, int], str]:
         threads = json_text.parse(path.read_text())["threads"] if path.exists() else []
         return {(each["repository"], each["number"]): each["checked"] for each in threads}
     except (ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"{THREADS} is not what `megacpp-overlays sweep` writes: {error!r}") from error
+        raise ManifestError(f"{THREADS} is not in the format of `megacpp-overlays sweep`: {error!r}") from error
 
 
 def _notes(pack: Pack) -> dict[str, str]:
@@ -164,14 +164,14 @@ def _notes(pack: Pack) -> dict[str, str]:
 
 
 def synchronise(folder: Path, overlays: Sequence[Erratum]) -> dict[str, Any]:
-    """Return the manifest as the folders and the declarations have it, with its receipts and dates."""
+    """Return the manifest, derived anew from the folders and the declarations, with its receipts and dates."""
     data = read(folder)
     packs = inventory.list_packs(folder)
     return {"schema": SCHEMA, "packs": [derive(pack, overlays, entry_of(data, pack.number)) for pack in packs]}
 
 
 def problems(folder: Path, overlays: Sequence[Erratum]) -> list[str]:
-    """Return what is wrong with the claims of a folder of packs, one line each; the logs are checked elsewhere."""
+    """Return the problems of the claims of a folder of packs, one line each; the logs are checked elsewhere."""
     data = read(folder)
     gates = frozenset(each.id for each in overlays if not each.installs)
     digests = {pack.number: inventory.digest(pack.reproducer) for pack in inventory.list_packs(folder)}
@@ -192,13 +192,13 @@ def problems(folder: Path, overlays: Sequence[Erratum]) -> list[str]:
 
 
 def _counts(receipt: Mapping[str, Any], digest: str) -> bool:
-    """Return whether a receipt says something about upstream, by the reproducer as it is now, and nothing failed."""
+    """Return whether a receipt is of upstream itself and of the current reproducer, and nothing failed in it."""
     stand_in = STAND_IN in (receipt["tree"] or {})
     return receipt["reproducer"] == digest and receipt["exit_code"] == 0 and not stand_in
 
 
 def _overclaims(pack: Mapping[str, Any], digest: str, gates: frozenset[str]) -> Iterator[str]:
-    """Say what a pack claims to be and its receipts do not show."""
+    """Yield the claims of a pack that its receipts do not show."""
     kind, state, overlays = pack["class"], pack["state"], pack["overlays"]
     repairs = [overlay for overlay in overlays if overlay not in gates]
     counted = [receipt for receipt in pack["receipts"] if _counts(receipt, digest)]
@@ -212,7 +212,7 @@ def _overclaims(pack: Mapping[str, Any], digest: str, gates: frozenset[str]) -> 
     if kind == "held" and STATES.index(state) > STATES.index("validated"):
         yield f"it is held, and its state is {state}"
     if state not in {"draft", "retired"} if kind == "regression guard" else state == "retired":
-        yield f"its class is {kind}, and its state is {state}: what is retired is a regression guard, and nothing else"
+        yield f"its class is {kind}, and its state is {state}: a retired pack is a regression guard, and nothing else"
     if state == "draft":
         return
     proofs = (Sentinel.BUG_REPRODUCED,) if state == "reproduced" else _PROOF[kind]
@@ -225,7 +225,10 @@ def _overclaims(pack: Mapping[str, Any], digest: str, gates: frozenset[str]) -> 
 
 
 def _not_fit_to_be_sent(pack: Mapping[str, Any]) -> Iterator[str]:
-    """Say what a pack lacks that is ready, or was sent; a regression guard was ready once and is not sent again."""
+    """Yield the requirements that a pack lacks that is ready, or was sent.
+
+    A regression guard was ready once and is not sent again.
+    """
     state = pack["state"]
     for thread in pack["threads"]:
         if thread["checked"] is None:
@@ -233,7 +236,7 @@ def _not_fit_to_be_sent(pack: Mapping[str, Any]) -> Iterator[str]:
     if pack["class"] == "regression guard":
         return
     if pack.get("upstream") is None:
-        yield f"its state is {state}, and no {pack_file.NAME} says what a search of upstream found"
+        yield f"its state is {state}, and no {pack_file.NAME} has the result of a search of upstream"
     elif state == "ready" and pack["upstream"] in pack_file.SETTLED:
         yield f"its state is ready, and upstream has it {pack['upstream']}: it becomes a regression guard or stays local"
     if pack.get("priority") == "none":

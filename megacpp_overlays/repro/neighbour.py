@@ -1,6 +1,6 @@
 """Neighbour cases: calls without the defect, whose result must be the same with the overlay.
 
-`packs/NN-slug/neighbours.py` declares `NEIGHBOURS`, a tuple of these, in a file of its own, because receipts hold
+`packs/NN-slug/neighbours.py` declares `NEIGHBOURS`, a tuple of neighbours, in a file of its own, because receipts bind
 `reproduce.py` byte for byte. They run after a case of the same overlay, in the same two processes: without the overlay,
 and with every overlay. A neighbour neither uses the overlay nor judges: it returns numbers, which are compared.
 """
@@ -193,14 +193,14 @@ def difference(neighbour: Neighbour, without: NeighbourResult, with_all: Neighbo
         return f"it ends with the overlay: {with_all.why_not}"
     if without.numbers.keys() != with_all.numbers.keys():
         return "other numbers with the overlay: " + ", ".join(sorted(without.numbers.keys() ^ with_all.numbers.keys()))
-    for what, stock in without.numbers.items():
-        ours = with_all.numbers[what]
+    for name, stock in without.numbers.items():
+        ours = with_all.numbers[name]
         if len(stock) != len(ours):
-            return f"{what}: {len(stock)} numbers without the overlay, {len(ours)} with it"
+            return f"{name}: {len(stock)} numbers without the overlay, {len(ours)} with it"
         apart = _apart(stock, ours)
         if apart > neighbour.rounding:
             allowed = f"{neighbour.rounding:.0e}" if neighbour.rounding else "nothing"
-            return f"{what}: {apart:.1e} of the largest value apart, and {allowed} is allowed"
+            return f"{name}: {apart:.1e} of the largest value apart, and {allowed} is allowed"
     return None
 
 

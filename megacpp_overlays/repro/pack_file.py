@@ -1,8 +1,8 @@
-"""`pack.toml`: what a pack says of itself that neither its notes nor a declaration says.
+"""`pack.toml`: the facts of a pack that are neither in its notes nor in a declaration.
 
 repository = "linkedin/Liger-Kernel"    # where it would be filed
 upstream = "fixed"                      # new, overlap, fixed or declined
-priority = "crash"                      # crash, piggyback, refactor, report or none: what is filed first
+priority = "crash"                      # crash, piggyback, refactor, report or none: the order of filing
 files = ["src/liger_kernel/ops/x.py"]   # the files of that repository that it is about
 searched = 2026-11-20                   # optional: the day when upstream was last searched for threads and repairs
 
@@ -33,12 +33,12 @@ from megacpp_overlays.repro.case import PackError
 NAME = "pack.toml"
 
 UPSTREAM = ("new", "overlap", "fixed", "declined")
-"""What the search of upstream's threads and history found: nothing, a thread on it, a repair, or no wish for one."""
+"""Results of the search of upstream's threads and history: nothing, a thread on it, a repair, or a refusal to repair it."""
 SETTLED = ("fixed", "declined")
-"""Nothing to file."""
+"""Results that leave nothing to file."""
 PRIORITIES = ("crash", "piggyback", "refactor", "report", "none")
-"""Order of filing: what stops a training run, what joins an open thread, what needs time of maintainers, what has
-no repair to offer; `none` is never filed."""
+"""Order of filing: a defect that stops a training run, one that joins an open thread, one that needs time of maintainers,
+one without a repair to offer; `none` is never filed."""
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -52,7 +52,7 @@ class PackFile:
     priority: str
     files: tuple[str, ...]
     searched: datetime.date | None = None
-    """Day when `upstream` was last looked into; None where nobody wrote it down."""
+    """Day when `upstream` was last searched; None where the file does not say it."""
     targets: tuple[Target, ...] = ()
     threads: tuple[Thread, ...] = ()
 
@@ -61,7 +61,7 @@ def read(folder: Path) -> PackFile:
     """Read the `pack.toml` of a pack's folder.
 
     Raises:
-        PackError: there is none, it is no TOML, or a field is missing, unknown or not what it should be.
+        PackError: there is none, it is no TOML, or a field is missing, unknown or not valid.
     """
     path = folder / NAME
     where = f"{folder.name}/{NAME}"
@@ -106,7 +106,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 
 class _Fields:
-    """A table of the file, asked field by field, so that a typo cannot hide."""
+    """Checked reader of a table of the file. It takes field by field, and unknown names are an error."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self._left = dict(data)
@@ -121,7 +121,7 @@ class _Fields:
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
         value = self._take(name)
         if not isinstance(value, str) or not value or (pattern and not pattern.fullmatch(value)):
-            raise PackError(f"{self._where}: {name} = {value!r} is not what it should be")
+            raise PackError(f"{self._where}: {name} = {value!r} is not valid")
         return value
 
     def number(self, name: str) -> int:

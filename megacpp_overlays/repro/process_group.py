@@ -1,4 +1,4 @@
-"""A command in a process group of its own, so that nothing it started is left when it ends or takes too long."""
+"""Runner of a command in a process group of its own, so that no child of it is left when it ends or takes too long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 _WATCH = 'read -r group && { read -r rest; kill -s KILL -- "-$group"; }'
-"""Wait for a line with a group, then for the end, which comes with the end of whoever wrote the line."""
+"""Shell script that reads a line with a process group and kills the group at the end of the file: when the writer has ended."""
 
 Stream: TypeAlias = "int | IO[str] | IO[bytes]"
 
@@ -35,7 +35,7 @@ def run(
         output: where stdout goes.
         errors: where stderr goes.
         timeout: seconds after which it is ended.
-        grace: seconds that it then gets to end what it started in groups of their own.
+        grace: seconds that it then gets to end its children in groups of their own.
     """
     with _ended_with_us() as tell:
         return _run(command, folder, environment, (output, errors), timeout, grace, tell)
@@ -76,16 +76,16 @@ def in_words(code: int) -> str | None:
 
 
 def too_long(timeout: float) -> str:
-    """Return in words that a process was ended after so many seconds."""
+    """Return the text for a process that was ended after so many seconds."""
     return f"took more than {timeout:g} seconds"
 
 
 @contextlib.contextmanager
 def _ended_with_us() -> Iterator[Callable[[int], None]]:
-    """Have somebody who kills a process group when this process is gone, SIGKILL included; yield how to name the group.
+    """Start a watcher that kills a process group when this process is gone, also by SIGKILL; yield the function that names the group.
 
-    A shell reads from a pipe that ends when nobody can write to it any more. The parent-death signal of Linux would end
-    the first process of the group alone, and needs code to run between fork and exec.
+    The watcher is a shell that reads from a pipe, which ends when its last writer is gone. The parent-death signal of Linux
+    would end the first process of the group alone, and needs code to run between fork and exec.
     """
     ours, theirs = os.pipe()[::-1]
     try:
@@ -97,7 +97,7 @@ def _ended_with_us() -> Iterator[Callable[[int], None]]:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-    except OSError:  # no shell, no watcher: all other ways to end are looked after here
+    except OSError:  # no shell, no watcher: all other ways to end are handled here
         watcher = None
     finally:
         os.close(theirs)

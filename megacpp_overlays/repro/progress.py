@@ -1,4 +1,4 @@
-"""Progress of a command that takes minutes: how many of how many are done, and an estimate of the time that is left."""
+"""Progress of a command that takes minutes: the number of finished items, their total, and an estimate of the time that is left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MINUTE = 60
 
 
 class Progress:
-    """Counts what is done of a known number, from several threads at once.
+    """Counter of finished items of a known number, for several threads.
 
     Args:
-        total: how many there are.
+        total: number of items.
         clock: seconds.
     """
 

@@ -1,11 +1,11 @@
-"""A receipt: the log of one run, kept as it was, with its hash and what it claims.
+"""Receipts: logs of runs, kept unchanged, with their hashes and claims.
 
     FOLDER/NN-slug/receipts/<date>-<cpu or GPU>-<id>.log    the log
     FOLDER/manifest.json                                    host, versions, tree, command, exit code, claims, sha256
 
-The log is the evidence. A check reads it and recomputes everything that the manifest says of it. So it shows that
-log and manifest are consistent, not that the log is authentic: nothing is signed, and whoever can write both can
-write a run that never was.
+The log is the evidence. A check reads it and recomputes everything that the manifest says of it. So the check shows that
+log and manifest are consistent, not that the log is authentic: nothing is signed, and an author with write access to both
+can invent a run.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _CASE = re.compile(
 _SAID = re.compile(r"(?P<word>[A-Z]+(?:_[A-Z]+)*): .* \(case (?P<case>\S+)\)")
 _FOLDER = "receipts"
 NO_OVERLAY = "none"
-"""What the manifest says in place of an overlay for a claim about upstream."""
+"""Value of the manifest in place of an overlay, for a claim about upstream."""
 
 
 def prepare(folder: Path, pack: Pack, overlays: Sequence[Erratum]) -> dict[str, Any]:
-    """Make sure that a receipt of this pack can be added to a folder; return the entry of the pack.
+    """Check that a receipt of this pack can be added to a folder; return the entry of the pack.
 
     Args:
-        folder: any folder; `keep` makes a folder of packs of it.
+        folder: any folder; `keep` makes it a folder of packs.
         pack: the pack that will be run.
         overlays: every declared overlay, in parts.
 
     Raises:
         ManifestError: the folder cannot be written or its manifest cannot be read, it has this pack with another
-            reproducer, or the notes of the pack lack what belongs in the manifest.
+            reproducer, or the notes of the pack lack a field of the manifest.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,12 +70,12 @@ def keep(folder: Path, entry: dict[str, Any], pack: Pack, stamp: Stamp, text: st
     """Add a receipt to a folder of packs; return the name of the log in it.
 
     Args:
-        folder: where.
-        entry: the entry of the pack, as `prepare` returned it; the one in the manifest is taken where there is one.
+        folder: folder of packs.
+        entry: the entry of the pack, as `prepare` returned it; an entry in the manifest takes precedence.
         pack: the pack that was run.
-        stamp: where the log comes from.
+        stamp: the stamp of the run.
         text: the log.
-        command: what a reader types to get such a log; without paths.
+        command: the command line that makes such a log; without paths.
     """
     sentinels, claims = _read(text)
     raw = text.encode(errors="backslashreplace")
@@ -107,7 +107,7 @@ def _name(pack: str, receipt: Mapping[str, Any]) -> str:
 
 
 def _read(text: str) -> tuple[list[Sentinel], list[dict[str, str]]]:
-    """Return every sentinel of a log, and what it claims."""
+    """Return every sentinel of a log, and its claims."""
     overlays: dict[str, str] = {}
     own: set[tuple[str, str]] = set()
     sentinels: list[Sentinel] = []
@@ -127,7 +127,7 @@ def _read(text: str) -> tuple[list[Sentinel], list[dict[str, str]]]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what is wrong with the receipts of a folder of packs, one line each.
+    """Return the problems of the receipts of a folder of packs, one line each.
 
     Raises:
         ManifestError: the manifest cannot be read.
@@ -191,7 +191,7 @@ def _wrong_with(folder: Path, pack: str, receipt: Mapping[str, Any]) -> list[str
 def adopt(source: Path, folder: Path) -> list[str]:
     """Copy the receipts of another folder of packs, made on another machine; return the logs that are new.
 
-    Nothing is copied unless everything can be.
+    Either all of them are copied or none.
 
     Raises:
         ManifestError: a receipt does not hold there, or is of a pack or of a reproducer that is not here.
@@ -224,7 +224,7 @@ def _adopt(source: Path, folder: Path) -> list[str]:
 
 
 def current_of(folder: Path, packs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return how many receipts there are, and how many are of the reproducer as it is now."""
+    """Return the number of receipts, and the number of those that are of the current reproducer."""
     fresh = total = 0
     for pack in inventory.list_packs(folder):
         digest = inventory.digest(pack.reproducer)

@@ -40,25 +40,25 @@ _MOST = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to run, and how."""
+    """Cases of one reproducer to run, with their options."""
 
     reproducer: Path
     cases: tuple[Case, ...]
     overlays: tuple[Erratum, ...]
     """Every overlay of this process, in parts."""
     command: str
-    """What a reader types to run the same; without paths."""
+    """Command line that repeats the run; without paths."""
     tree: Path | None = None
     timeout: float = 900.0
     """Seconds for one process."""
     servers: forked.ForkServers | None = None
-    """What processes are copies of; without it each is a Python of its own."""
+    """Fork servers of the processes. If None, each process is a new Python."""
     loaded: tuple[str, ...] = ()
-    """Modules of upstream that copies of `confirm_case` have imported."""
+    """Modules of upstream that the copies of `confirm_case` have imported."""
 
 
 def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
-    """Run every case, and say what each one earned.
+    """Run every case, and write the sentinels that each one earned to the transcript.
 
     Returns:
         The stamp, and the exit code: 0 when something was earned and nothing failed, 1 when anything failed,
@@ -83,7 +83,7 @@ def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
 
 
 def exit_code(sentinels: Sequence[Sentinel]) -> int:
-    """Return the exit code that belongs to what was said."""
+    """Return the exit code for the sentinels of a run."""
     if Sentinel.FAILED in sentinels:
         return FAILED
     return PASSED if EARNED & set(sentinels) else NOTHING_RAN
@@ -95,7 +95,7 @@ def can_run(case: Case) -> bool:
 
 
 def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
-    """Run one case of a job, and return what it earned."""
+    """Run one case of a job, and return its conclusions."""
     own = "" if case.fix_sentinel == Sentinel.FIX_VALIDATED.value else f", fix shown by {case.fix_sentinel}"
     about = f"overlay {case.overlay}{own}" if case.overlay else f"claim: {case.claim}"
     transcript.say(f"case {case.name} ({about}): {case.device}")
@@ -109,7 +109,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
             return (Conclusion(Sentinel.BLOCKED, NO_DEVICE),)
         if gone is not None:
             transcript.say(f"  regression guard: {gone}")
-            alone = process.run({})  # other overlays of its pack may be what makes the measurement possible
+            alone = process.run({})  # the measurement may need other overlays of its pack
             transcript.say(f"  upstream alone: {_in_words(alone)}")
             return judge.guard(alone, gone)
         if case.overlay is None:
@@ -132,16 +132,16 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
 
 
 def confirm_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
-    """Run one case of a job, of which the probe says BROKEN, like `run_case` and in less time where it shows the defect and the repair.
+    """Run one case whose probe says BROKEN, like `run_case`, and in less time where it shows the defect and the repair.
 
-    First it runs in copies of two processes that have imported upstream, one without overlays and one with every overlay. There a
-    case cannot see what an import does, so that counts only where upstream is broken and the seams repair it.
+    First the case runs in copies of two processes that have imported upstream, one without overlays and one with every overlay. In a copy
+    the case cannot see the effects of an import, so the result counts only where upstream is broken and the seams repair it.
     """
     return _confirmed_in_copies(job, case, transcript) or run_case(job, case, transcript)
 
 
 def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
-    """Return what a case earns in copies of processes that have imported upstream; nothing where that does not count."""
+    """Return the conclusions of a case in copies of processes that have imported upstream; empty where they do not count."""
     if case.device != CPU or case.environment or case.crash_is_broken or _is_preloaded(job, case):
         return ()
     switches = _switches(inventory.parts_of(case, job.overlays))
@@ -161,24 +161,24 @@ def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[
     if _shows_failure(found := judge.judge(alone, with_all)):
         return ()
     said = len(lines)
-    if _shows_failure(beside := _neighbours(job, case, alone, with_all, shown)):
+    if _shows_failure(failures := _neighbours(job, case, alone, with_all, shown)):
         del lines[said:]
-        # Other overlays may change a neighbour; then both sides of the comparison have them in.
-        beside = _neighbours(job, case, without_case(job, case, shown), with_all, shown)
-    if _shows_failure(beside):
+        # Other overlays may change a neighbour. Then both sides of the comparison run with them.
+        failures = _neighbours(job, case, without_case(job, case, shown), with_all, shown)
+    if _shows_failure(failures):
         return ()
     for line in lines:
         transcript.say(line)
-    return (*found, *beside)
+    return (*found, *failures)
 
 
 def _is_preloaded(job: Job, case: Case) -> bool:
-    """Return whether a copy may have imported a target of a case before its job."""
+    """Return whether a fork server may have imported a target of a case before the case runs."""
     return any(part.target.distribution in forked.PRELOADED for part in inventory.parts_of(case, job.overlays))
 
 
 def _switches(parts: Sequence[Erratum]) -> dict[str, str]:
-    """Return the variables that switch parts on which are off by default."""
+    """Return the environment variables that switch on the parts that are off by default."""
     return {part.variable: Switch.ON.value for part in parts if part.off_by_default}
 
 
@@ -187,7 +187,7 @@ def _shows_failure(found: Sequence[Conclusion]) -> bool:
 
 
 def _neighbours(job: Job, case: Case, without: Run, with_all: Run, transcript: Transcript) -> tuple[Conclusion, ...]:
-    """Say what became of the neighbours of a case; return a failure for each that is not the same with every overlay."""
+    """Write the results of a case's neighbours to the transcript; return a failure for each that differs with every overlay."""
     failures: list[Conclusion] = []
     cases = inventory.load_cases(job.reproducer)
     for each in neighbour.of(case, cases, job.reproducer.parent):
@@ -203,7 +203,7 @@ def _neighbours(job: Job, case: Case, without: Run, with_all: Run, transcript: T
 
 
 def witness_case(job: Job, case: Case, transcript: Transcript) -> Run:
-    """Run one case of a job with every overlay off; of each part the run has what was read and loaded."""
+    """Run one case of a job with every overlay off, and record the sources of each part that were read and loaded."""
     transcript.say(f"case {case.name} (overlay {case.overlay}): {case.device}")
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
@@ -223,19 +223,19 @@ def without_case(job: Job, case: Case, transcript: Transcript) -> Run:
 
 
 def trial_case(job: Job, case: Case, shapes: Mapping[str, str], transcript: Transcript) -> Run:
-    """Run one case of a job with every overlay, and with the seams of shapes that no probe found.
+    """Run one case of a job with every overlay, and with the seams of shapes that no probe recognised.
 
     Args:
-        job: what the case is of.
-        case: that was broken or sound without overlays.
-        shapes: by target module of the overlay's parts.
+        job: the job of the case.
+        case: a case that was broken or sound without overlays.
+        shapes: shape by target module of the overlay's parts.
         transcript: gets a line.
     """
     parts = inventory.parts_of(case, job.overlays)
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
         found = process.run(_switches(parts), options=[f"--try={json.dumps(dict(shapes))}"])
-    transcript.say(f"  with the seams of {', '.join(shapes.values()) or 'what was found'}: {_in_words(found)}")
+    transcript.say(f"  with the seams of {', '.join(shapes.values()) or 'the recognised shapes'}: {_in_words(found)}")
     return found
 
 
@@ -252,7 +252,7 @@ def _in_words(run: Run) -> str:
 
 
 class _Process:
-    """One case, ready to be run in fresh processes."""
+    """Runner of one case in fresh processes."""
 
     def __init__(self, job: Job, case: Case, folder: Path, transcript: Transcript) -> None:
         self._job = job
@@ -261,8 +261,8 @@ class _Process:
         self._transcript = transcript
 
     def run(self, variables: Mapping[str, str], *, options: Sequence[str] = (), loaded: Sequence[str] = ()) -> Run:
-        """Run the case once, with variables added to its environment, and return what it answered."""
-        # A folder of its own: `-m` puts it on the path, and whatever upstream writes goes with it.
+        """Run the case once, with variables added to its environment, and return the result."""
+        # A folder of its own: `-m` puts it on the path, and files that upstream writes are deleted with it.
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
         words = ["megacpp_overlays.repro.child", str(self._job.reproducer.resolve()), self._case.name, str(report)]
@@ -286,7 +286,7 @@ class _Process:
         return run
 
     def prepare(self, loaded: Sequence[str]) -> None:
-        """Start what copies with these modules come from, before the first of them is needed."""
+        """Start the fork server with these modules before its first copy is needed."""
         if self._job.servers is not None:
             self._job.servers.prepare(environment=self._environment(), loaded=loaded)
 
@@ -321,7 +321,7 @@ class _Process:
         return {**kept, "PYTHONPATH": os.pathsep.join(path), **self._case.environment}
 
     def _read(self, report: Path, ended: str | None, output: Sequence[str], *, probe_only: bool) -> Run:
-        """Return what the report of a process says, and what the way it ended says about that."""
+        """Return the run that the report of a process and its way of ending describe."""
         facts = _facts(report)
         parts = _parts(facts)
         if problem := _wrong_code(facts, self._job.tree):
@@ -350,7 +350,7 @@ def _facts(report: Path) -> dict[str, Any]:
 
 
 def _beside(facts: Mapping[str, Any]) -> dict[str, neighbour.NeighbourResult]:
-    """Return what neighbours came to, by name."""
+    """Return the results of neighbours, by name."""
     return {
         event["name"]: neighbour.NeighbourResult(
             numbers=event["numbers"], why_not=event["why_not"], failed=event["failed"]
@@ -361,7 +361,7 @@ def _beside(facts: Mapping[str, Any]) -> dict[str, neighbour.NeighbourResult]:
 
 
 def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the parts of the overlay; what a guard looked at has no verdict and is none."""
+    """Return the parts of the overlay. The targets of a regression guard have no verdict, and are left out."""
     settled = {part["module"]: part for part in facts.get("settled", {}).get("parts", ())}
     found = []
     for part in facts.get("probed", {}).get("parts", ()):
@@ -385,14 +385,14 @@ def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
 
 
 def _wrong_code(facts: Mapping[str, Any], tree: Path | None) -> str | None:
-    """Return how what was probed, what was loaded and what was asked for differ, or None."""
+    """Describe how the probed source, the loaded source and the requested tree differ; None where they agree."""
     probed = {part["module"]: part for part in facts.get("probed", {}).get("parts", ())}
     for loaded in facts.get("settled", {}).get("parts", ()):
         name = loaded["module"]
         if "sha256" in loaded and loaded["sha256"] != probed[name]["sha256"]:
             return f"{name}: the probe read {probed[name]['file']}, and {loaded['file']} was loaded"
     for name, part in probed.items():
-        # The package, too: a part that is absent has no file, and its absence must be that of the tree.
+        # The package is checked, too: a part that is absent has no file, and it must be absent from the tree.
         for file in (part["package"], part["file"]):
             if file and tree and (tree / name.partition(".")[0]).is_dir() and not _is_below(Path(file), tree):
                 return f"{name} does not come from --tree: {file}"
@@ -402,5 +402,5 @@ def _wrong_code(facts: Mapping[str, Any], tree: Path | None) -> str | None:
 
 
 def _is_below(file: Path, tree: Path) -> bool:
-    # A package folder of the tree may be a link; the process knows the file by its name in the tree.
+    # A package folder of the tree may be a link; the process reports the file by its name in the tree.
     return any(path.is_relative_to(tree.resolve()) for path in (file, file.resolve()))

@@ -1,7 +1,7 @@
-"""A validator of plain data for the few keywords of JSON Schema that the manifest's schema uses.
+"""Validator of plain data for the few keywords of JSON Schema that the manifest's schema uses.
 
-So the schema is the one description of the manifest, and checking it needs nothing to be installed. A keyword that is
-not known here is an error, never ignored; a test compares this with the `jsonschema` library.
+The schema is then the one description of the manifest, and a check needs no installed library. A keyword that is not known
+here is an error, never ignored; a test compares this validator with the `jsonschema` library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ANNOTATIONS = {"$schema", "$defs", "title"}
 
 
 def problems(data: Any, schema: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the data, one line each, with the place in it.
+    """Return the problems of the data, one line each, with the place in the data.
 
     Raises:
         ValueError: the schema has a keyword that is not known here.

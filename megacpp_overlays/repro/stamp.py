@@ -1,6 +1,6 @@
-"""The first line of every reproducer's output: what it ran on, and the versions of everything it used.
+"""Stamp of a run: the first line of a reproducer's output, with the hardware and the versions of the software.
 
-A stamp names hardware and software and nothing else: no host, no user, no path.
+It names no host, no user and no path.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FROM_TREE = "from --tree"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """Where a log comes from. The fields are those of a receipt."""
+    """Origin of a log. The fields are those of a receipt."""
 
     host: Mapping[str, Any]
     """machine, processor, cpus, system, python and gpu; gpu is None or has name, capability, driver and count."""
     versions: Mapping[str, str]
-    """Version by distribution; what came from a source tree says so."""
+    """Version by distribution; `from --tree` for a package of a source tree."""
     tree: Mapping[str, str] | None
     """None, or the git id of each package folder, and `commit` where the tree is a checkout, or the name of the
-    `stand-in` that it is."""
+    `stand-in` where the tree is one."""
     reproducer: str
     """First 12 digits of the sha256 of `reproduce.py`."""
     date: str
@@ -73,7 +73,7 @@ def _gpu(gpu: Mapping[str, Any] | None) -> str:
 
 
 def take(reproducer: Path, cases: Sequence[Case], targets: Sequence[Target], tree: Path | None) -> Stamp:
-    """Stamp a run of these cases.
+    """Return the stamp of a run of these cases.
 
     Args:
         reproducer: the file that declares the cases.
@@ -133,7 +133,7 @@ def _version(distribution: str) -> str:
     reported = distributions.version(distribution)
     if reported is None:
         return "not installed"
-    # The metadata of torch leaves out which CUDA it was built for.
+    # The metadata of torch leaves out the CUDA version of its build.
     return _torch_version() or reported if distribution == "torch" else reported
 
 
@@ -147,7 +147,7 @@ def _torch_version() -> str | None:
 
 
 def _own_sources() -> str:
-    """Return 12 digits for the code of this package: its version number does not change with every commit."""
+    """Return 12 digits of the hash of this package's code: its version number does not change with every commit."""
     root = Path(str(megacpp_overlays.__file__)).parent
     digest = hashlib.sha256()
     for name in sorted(_python_files(root)):

@@ -1,7 +1,7 @@
-"""The transcript of a reproducer run, printed and kept. It names no path and no host.
+"""Transcript of a reproducer run, printed and kept, without paths and names of a host.
 
-Paths are taken out of every line. The names of the host and of the user, and addresses, are taken out of what others
-wrote: the output of upstream and the words of a case. Our own words stay, also on a host that is named like one.
+Paths are removed from every line. The names of the host and of the user, and addresses, are removed from third-party text:
+the output of upstream and the words of a case. The package's own words stay, also on a host that has the name of one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def paths_in(text: str) -> list[str]:
 
 
 def scrub(text: str, roots: Iterable[Path] = ()) -> str:
-    """Return a text of others without absolute paths, names of this host and its user, and addresses.
+    """Return a third-party text without absolute paths, names of this host and its user, and addresses.
 
     Args:
         text: any text.
@@ -43,12 +43,12 @@ def scrub(text: str, roots: Iterable[Path] = ()) -> str:
 
 
 def without_paths(text: str, roots: Iterable[Path] = ()) -> str:
-    """Return a text without absolute paths, colours and what cannot be encoded.
+    """Return a text without absolute paths and colours, with characters that cannot be encoded as escapes.
 
     Args:
         text: any text.
-        roots: folders whose files are named from there on, `liger_kernel/ops/x.py`; of other files only the last
-            part of the name stays.
+        roots: folders whose files keep their relative path, such as `liger_kernel/ops/x.py`; other files keep only the
+            last part of their path.
     """
     text = _COLOUR.sub("", text.encode(errors="backslashreplace").decode())
     for root in sorted({str(root).rstrip("/") for root in roots}, key=len, reverse=True):
@@ -64,7 +64,7 @@ def without_paths(text: str, roots: Iterable[Path] = ()) -> str:
 def _before(root: str) -> str:
     if not root.startswith("/"):
         return r"(?<=\.\./)"
-    # `/tmp` may be the middle of a relative path; a root of several names is itself, whatever precedes it.
+    # `/tmp` may be the middle of a relative path; a root of several names is the root after any text.
     return "" if root.count("/") > 1 else _BEFORE
 
 
@@ -75,7 +75,7 @@ def _last(found: re.Match[str]) -> str:
 
 
 def _own_folders() -> list[str]:
-    """Return the folders that say whose machine this is, the longest first; of home also the way down to it."""
+    """Return the folders whose names identify this machine or its user, the longest first; the home folder also without its first slash."""
     folders = {os.path.expanduser("~"), tempfile.gettempdir(), os.getcwd(), sys.prefix, sys.base_prefix}
     folders |= {os.path.realpath(folder) for folder in folders}
     home = os.path.expanduser("~").strip("/")
@@ -96,7 +96,7 @@ def _without_names(text: str) -> str:
 
 
 def _is_telling(name: str) -> bool:
-    """Return whether a name is one that is no word by chance."""
+    """Return whether a name identifies a host or user, and is unlikely to be an ordinary word."""
     return name not in _NOBODY and (len(name) >= 4 or any(letter.isdigit() for letter in name))
 
 
@@ -108,15 +108,15 @@ def _user() -> str:
 
 
 class Transcript:
-    """The lines of one run: what is said is printed, what is noted is printed only when asked for."""
+    """Lines of one run. `say` prints a line; `note` prints it only on request."""
 
     def __init__(self, roots: Iterable[Path], show: Callable[[str], None], *, verbose: bool = False) -> None:
-        """Begin with nothing said.
+        """Begin without lines.
 
         Args:
             roots: see `without_paths`; the folders of `sys.path` are added.
             show: prints a line.
-            verbose: whether to print what is noted, too.
+            verbose: whether to print the lines of `note`, too.
         """
         self._roots = (*roots, *(Path(entry) for entry in sys.path if entry))
         self._show = show
@@ -124,23 +124,23 @@ class Transcript:
         self._lines: list[str] = []
 
     def say(self, line: str) -> None:
-        """Keep one line of our own words and print it. Words of others in it have been cleaned."""
+        """Keep and print one line of the package's own words. Third-party text in it is cleaned already."""
         self._lines.append(without_paths(_one_line(line), self._roots))
         self._show(self._lines[-1])
 
     def note(self, line: str, *, show: bool = False) -> None:
-        """Keep one line, such as one that upstream printed; print it when asked to."""
+        """Keep one line, such as one that upstream printed; print it on request."""
         self._lines.append(self.clean(_one_line(line)))
         if self._verbose or show:
             self._show(self._lines[-1])
 
     def clean(self, text: str) -> str:
-        """Return words of others as they may be said."""
+        """Return a third-party text in the form that a transcript may have."""
         return scrub(text, self._roots)
 
     @property
     def text(self) -> str:
-        """Everything that was kept."""
+        """All kept lines."""
         return "".join(f"{line}\n" for line in self._lines)
 
 

@@ -1,6 +1,6 @@
-"""The identity of a source tree. Version strings do not tell, so a tree is named by its content, as git names it.
+"""Identity of a source tree: the git ids of its package folders, because version strings do not identify a tree.
 
-The id of a package folder is that of the git tree object: whoever has the repository can compare it with
+The id of a package folder is that of the git tree object: a reader with the repository can compare it with
 `git rev-parse COMMIT:megatron`, also when the tree came without its history.
 """
 
@@ -16,11 +16,11 @@ from megacpp_overlays.repro import git
 from megacpp_overlays.repro.case import PackError
 
 EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-"""What git calls a folder with nothing in it."""
+"""Id that git gives to an empty folder."""
 
 
 MARKER = "STAND_IN"
-"""A file beside the package folders of a tree that is a stand-in of our own; its first word is the name."""
+"""File next to the package folders of a stand-in, a tree made by this project; its first word is the name."""
 STAND_IN = "stand-in"
 _CHUNK = 1 << 20
 
@@ -28,12 +28,12 @@ _CHUNK = 1 << 20
 def describe(tree: Path, packages: Collection[str], others: Collection[str] = ()) -> dict[str, str]:
     """Return the git id of each package folder, and the commit when the tree is a git checkout.
 
-    A stand-in is named as one, under the key `stand-in`: what it shows is no word about upstream.
+    A stand-in has its name under the key `stand-in`: its results say nothing about upstream.
 
     Args:
         tree: the folder that holds the package folders.
         packages: top-level packages of the targets, the most expected first.
-        others: top-level packages that may be in it, too.
+        others: top-level packages that may be in the tree, too.
 
     Raises:
         PackError: the tree holds none of the targets' packages, or nothing in them.
@@ -57,7 +57,7 @@ def stand_in_of(file: Path) -> str | None:
 
 
 def tree_id(folder: Path) -> str:
-    """Return the id that git gives to a folder with this content; bytecode does not count."""
+    """Return the id that git gives to a folder with this content, without bytecode files."""
     entries = []
     for entry in os.scandir(folder):
         if entry.name == "__pycache__" or entry.name.endswith(".pyc"):

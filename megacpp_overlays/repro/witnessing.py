@@ -1,9 +1,10 @@
-"""Prove by reproducers what probes do not recognise, and keep the verdicts for the loader.
+"""Verdicts on unrecognised upstream code, measured by reproducers and kept for the loader.
 
-Every case of an overlay that this host can run measures upstream alone. Where none sees the defect, the verdict is FIXED. Where one
-does, the seams of each shape that can be placed are tried out: no case may see the defect then, every part that was tried must be in, and
-neighbour cases must be the same. That is BROKEN, with the shape that repairs it; where no shape does, it is kept as BROKEN and not
-repaired. A case that fails, or finds nothing to ask although its target is there, is no answer, and one that cannot run here has none.
+Every case of an overlay that this host can run measures upstream alone. If no case sees the defect, the verdict is FIXED. If one does,
+the seams of each shape that can be placed are tried out. With the seams no case may see the defect, every part that was tried must be
+installed, and the results of neighbour cases must be the same. The verdict is then BROKEN, with the shape that repairs it. Where no shape
+repairs it, the verdict BROKEN is kept as not repaired. A case proves nothing if it fails, if it finds nothing to measure although its
+target is there, or if it cannot run here.
 """
 
 from __future__ import annotations
@@ -33,45 +34,45 @@ from megacpp_overlays.source.trees import CachedTree, InstalledTree, SourceTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WitnessOptions:
-    """How to run reproducers."""
+    """Options for running reproducers."""
 
     packs: Path
     settings: Settings
-    """Of this process: where witnesses are kept."""
+    """Settings of this process, with the place where witnesses are kept."""
     timeout: float = 900.0
     """Seconds for one case."""
     progress: Callable[[str], None] = lambda line: None
     """Gets a line for each step."""
     workers: int = 1
-    """Overlays that are proved, or cases that are confirmed, at the same time."""
+    """Number of overlays that are proved, or of cases that are confirmed, at the same time."""
     servers: ForkServers | None = None
     """Fork servers for the processes of cases. If None, `prove` and `confirm` start their own."""
 
 
 _ALONE = frozenset({"liger-kernel"})
-"""Distributions whose cases run in Triton's interpreter, and so in no copy of a process that has imported upstream."""
+"""Distributions whose cases run in Triton's interpreter, so they cannot run in a copy of a process that has imported upstream."""
 MOST_TRIALS = 6
-"""Combinations of shapes of the parts of an overlay that are tried out."""
+"""Limit on the combinations of shapes that are tried out for the parts of an overlay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What became of one part of an overlay."""
+    """Result of proving or confirming one part of an overlay."""
 
     overlay: str
     target: str
-    """Its module."""
+    """Module of the part's target."""
     proved: bool
     reason: str
-    """What was measured, or why that is no proof."""
+    """The measurement, or why it is no proof."""
     cases: tuple[tuple[str, str], ...] = ()
-    """Each case that was run, with the word for what it showed."""
+    """Each case that was run, with the word for its outcome."""
     verdict: Verdict | None = None
-    """What was proved."""
+    """The verdict that was proved."""
     unrepaired: bool = False
     """Whether a case shows the defect with the seams of this overlay in; seams of another overlay may be missing."""
     confirms: bool = False
-    """Whether a probe recognises the part, and its cases were run to see whether that is so; `proved` says that none shows otherwise."""
+    """Whether a probe recognises the part, and its cases were run to confirm the verdict. `proved` then means that no case contradicts it."""
 
     @property
     def is_confirmed(self) -> bool:
@@ -80,7 +81,7 @@ class Attempt:
 
 
 class _Ran(NamedTuple):
-    """A case, what it measured of upstream alone, and with seams that were tried out."""
+    """A case, with its run on upstream alone and its run with the seams that were tried out."""
 
     case: Case
     alone: Run
@@ -95,14 +96,14 @@ class _Ran(NamedTuple):
 
     @property
     def seen(self) -> str:
-        """What it measured."""
+        """The measurements of both runs."""
         if self.repaired is None:
             return self.alone.seen
         return f"{self.alone.seen}; with the overlay {self.repaired.seen}"
 
 
 class _Proof(NamedTuple):
-    """A verdict that cases earned, and for each part that was tried out the shape."""
+    """A verdict that cases earned, with the shape of each part that was tried out."""
 
     verdict: Verdict
     shapes: Mapping[str, str]
@@ -119,37 +120,40 @@ class _NoProofError(Exception):
 
 
 class _NotKeptError(_NoProofError):
-    """Raised where cases show no defect that stays, and no verdict of a part can be kept."""
+    """Raised where cases show no unrepaired defect, and the verdict on a part cannot be kept."""
 
 
 def found_here(overlays: Sequence[Erratum], settings: Settings) -> dict[Erratum, Finding]:
-    """Return what probes find in the installed upstream, with the witnesses that count."""
+    """Return the findings of probes in the installed upstream, with the kept witnesses that are valid for it."""
     tree = CachedTree(InstalledTree())
     return {part: examine_installed(part, tree, settings) for part in overlays}
 
 
 def unproved(found: Mapping[Erratum, Finding]) -> tuple[Erratum, ...]:
-    """Return the parts that no probe recognises, that could be proved, and of which no kept witness counts."""
+    """Return the parts that no probe recognises, that could be proved, and that have no valid kept witness."""
     tree = CachedTree(InstalledTree())
     return tuple(part for part, finding in found.items() if can_be_proved(part, finding, tree))
 
 
 def recognised(found: Mapping[Erratum, Finding], packs: Path) -> tuple[Erratum, ...]:
-    """Return the parts of overlays that probes recognise, and of which a pack has a reproducer."""
+    """Return the parts of overlays that probes recognise and that have a reproducer in their pack."""
     asked = {part: each for part, each in found.items() if any(packs.glob(f"{part.pack:02}-*/reproduce.py"))}
     unsure = {part.id for part, finding in asked.items() if not _has_an_answer(part, finding)}
     return tuple(part for part in asked if part.id not in unsure)
 
 
 def _has_an_answer(part: Erratum, finding: Finding) -> bool:
-    """Return whether a probe says by itself what cases must show: that of a witness was measured, and no seam repairs some shapes."""
+    """Return whether the probe alone predicts the result of the cases.
+
+    A verdict from a witness was measured by the cases themselves, and some shapes have no seam that repairs them.
+    """
     if finding.verdict is Verdict.BROKEN and part.installs and finding.shape not in part.repairs:
         return False
     return finding.verdict is not Verdict.UNRECOGNISED and finding.proof is not Proof.WITNESSED
 
 
 def can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
-    """Return whether a reproducer may say more of a part than its probe does."""
+    """Return whether a reproducer may decide about a part that its probe does not recognise."""
     if finding.verdict is not Verdict.UNRECOGNISED:
         return False
     if isinstance(part, Gate):  # it has no seam to place
@@ -158,15 +162,15 @@ def can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
 
 
 def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
-    """Run the cases of parts, keep a witness of each verdict that they earn, and say what became of it.
+    """Run the cases of parts, keep a witness of each verdict that they earn, and yield the result of each part.
 
-    Overlays that another one needs come first, so that it finds them proved. A case may also need the seams of an overlay that
+    Overlays that another one needs come first, so that they are proved before it. A case may also need the seams of an overlay that
     is not declared to be needed: where the defect stayed, and other overlays were proved meanwhile, its cases run a second time.
 
     Args:
         overlays: every declaration of this process, in parts.
-        parts: those that can be proved.
-        how: how to run reproducers.
+        parts: the parts that can be proved.
+        how: options for running reproducers.
     """
     ids = _needed_first(parts)
     progress = Progress(len(ids))
@@ -198,7 +202,7 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
 
 @contextlib.contextmanager
 def _with_servers(how: WitnessOptions) -> Iterator[WitnessOptions]:
-    """Yield the options with fork servers. Servers that are started here end with the block."""
+    """Yield the options with fork servers; stop servers that were started here at the end of the block."""
     if how.servers is not None:
         yield how
         return
@@ -211,7 +215,7 @@ def _needs(parts: Sequence[Erratum], overlay_id: str) -> set[str]:
 
 
 def _needed_first(parts: Sequence[Erratum]) -> list[str]:
-    """Return the ids of overlays in an order in which each comes after those that it needs, and the needed ones at once."""
+    """Return the ids of overlays, each after the overlays that it needs; overlays that others need come as early as possible."""
     waiting = list(dict.fromkeys(part.id for part in parts))
     needed = {name for each in waiting for name in _needs(parts, each)}
     waiting.sort(key=lambda each: each not in needed)
@@ -230,9 +234,9 @@ def _prove_one(
 
     Args:
         overlays: every declaration of this process, in parts.
-        parts: of one overlay.
-        how: how to run reproducers.
-        alone: what its cases measured of upstream alone, by overlay, if they ran before; gets it otherwise.
+        parts: the parts of one overlay.
+        how: options for running reproducers.
+        alone: runs of cases on upstream alone, by overlay; runs of this overlay are added where they are missing.
     """
     try:
         measuring = _CaseRunner.of(overlays, parts[0], how)
@@ -260,7 +264,9 @@ def _prove_one(
 
 
 def _of_others(proof: _Proof) -> _Proof:
-    """Return a proof for a part without a case of its own: it was tried with the others, and is never FIXED by their cases.
+    """Return a proof for a part without a case of its own, from the cases of the other parts.
+
+    The part was tried out together with them. Their cases never prove it FIXED.
 
     Raises:
         _NoProofError: nothing was tried.
@@ -271,7 +277,7 @@ def _of_others(proof: _Proof) -> _Proof:
 
 
 class _CaseRunner:
-    """The cases of an overlay, ready to be run without overlays and with seams that are tried out."""
+    """Runner of the cases of an overlay, without overlays and with the seams that are tried out."""
 
     def __init__(
         self,
@@ -306,8 +312,8 @@ class _CaseRunner:
         """Measure upstream without the overlay of a case and with every overlay, and compare both with its probe.
 
         Args:
-            case: that is run.
-            is_broken: whether a probe says so of a part of its overlay that seams may repair.
+            case: the case to run.
+            is_broken: whether a probe says BROKEN about a part of its overlay that seams may repair.
         """
         if not runner.can_run(case):
             return (Conclusion(Sentinel.BLOCKED, runner.NO_DEVICE),)
@@ -318,7 +324,7 @@ class _CaseRunner:
         except PackError as error:
             return (Conclusion(Sentinel.FAILED, str(error)),)
         finally:
-            self._how.progress("\n".join(lines))  # cases run beside each other
+            self._how.progress("\n".join(lines))  # cases run in parallel
 
     def verdict(
         self,
@@ -327,22 +333,22 @@ class _CaseRunner:
         about: Sequence[_Ran],
         trials: dict[tuple[str, ...], _Proof | _NoProofError],
     ) -> _Proof:
-        """Return what the cases about a part show, with seams tried out where one sees the defect.
+        """Return the proof by the cases about a part; where a case sees the defect, seams are tried out.
 
         Args:
-            part: that is proved.
-            parts: all parts of its overlay that are.
+            part: the part to prove.
+            parts: all parts of its overlay that are to be proved.
             about: the cases about the part, measured on upstream alone.
-            trials: what was tried for other parts; gets what is tried for this one.
+            trials: results of earlier trials, by names of cases; a new trial is added.
 
         Raises:
-            _NoProofError: they show nothing, or the defect without a repair.
+            _NoProofError: the cases show nothing, or the defect without a repair.
         """
         asked = _asked(about)
         if all(each.alone.kind is not RunKind.BROKEN for each in asked):
             _demand_code_as_read(part, asked)
             if all(each.alone.kind is RunKind.ABSENT for each in asked):
-                # The target is there: it looks repaired, or its seams can be placed. Something else that a case needs is not.
+                # The target is there: it looks repaired, or its seams can be placed. The case lacks something else that it needs.
                 raise _NoProofError(
                     f"case {asked[0].case.name}: it found nothing to ask, and its target is there: {asked[0].alone.seen}"
                 )
@@ -356,7 +362,7 @@ class _CaseRunner:
         return found
 
     def _repaired(self, parts: Sequence[Erratum], asked: Sequence[_Ran]) -> _Proof | _NoProofError:
-        """Try shapes of all parts at once, until the seams of one combination repair what the cases see."""
+        """Try shapes of all parts at once, until the seams of one combination repair the defect that the cases see."""
         tree = CachedTree(InstalledTree())
         candidates = {part.target.module: contract.of(part, tree).candidates for part in parts}
         shapes = {module: found[::-1] for module, found in candidates.items() if found}
@@ -379,7 +385,7 @@ class _CaseRunner:
         return _NoProofError(f"{seen}; broken, not repaired: {why}", asked, unrepaired=True)
 
     def _problem(self, ran: _Ran, shapes: Mapping[str, str]) -> str | None:
-        """Return why a trial is no repair, or None where it is one."""
+        """Return why a trial is no repair, or None where it repairs the defect."""
         run = ran.repaired
         if run is None or run.kind not in {RunKind.SOUND, ran.alone.kind}:
             return f"{run.kind.value}: {run.seen}" if run else "not run"
@@ -393,12 +399,12 @@ class _CaseRunner:
                 return "it is not broken, but no seam is in"
         if self._neighbour_problem(ran.case, ran.alone, run) is None:
             return None
-        # Other overlays that were proved here may change a neighbour; then both sides of the comparison have them in.
+        # Other overlays that were proved here may change a neighbour. Then both sides of the comparison run with them.
         with_others = runner.without_case(self._job(ran.case), ran.case, self._transcript)
         return self._neighbour_problem(ran.case, with_others, run)
 
     def _neighbour_problem(self, case: Case, without: Run, repaired: Run) -> str | None:
-        """Return which neighbour of a case is not the same with the seams, or None."""
+        """Describe the first neighbour of a case that differs with the seams; None where none does."""
         neighbours = neighbour.of(case, self._every, self._pack.folder)
         problems = (
             neighbour.problem(each, without.beside.get(each.name), repaired.beside.get(each.name))
@@ -422,7 +428,7 @@ def _asked(about: Sequence[_Ran]) -> list[_Ran]:
     """Return the cases that measured something.
 
     Raises:
-        _NoProofError: there is none, or one failed.
+        _NoProofError: no case measured something, or one failed.
     """
     if not about:
         raise _NoProofError("its pack has no case for it")
@@ -443,7 +449,7 @@ def _demand_code_as_read(part: Erratum, asked: Sequence[_Ran]) -> None:
 
 
 def _of(run: Run, part: Erratum) -> Part:
-    """Return what a run has of a part."""
+    """Return the result of a run for a part; UNRECOGNISED where the run has none."""
     for each in run.parts:
         if each.module == part.target.module:
             return each
@@ -453,10 +459,10 @@ def _of(run: Run, part: Erratum) -> Part:
 
 
 def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -> Attempt:
-    """Keep what was proved of a part, and return it as an attempt.
+    """Write the witness of a proof for a part, and return the proof as an attempt.
 
     Raises:
-        _NoProofError: another source was read than can be proved, or it cannot be kept.
+        _NoProofError: the source that was read cannot be proved, or the witness cannot be kept.
     """
     module = part.target.module
     if proof.verdict is Verdict.BROKEN and not any(
@@ -483,7 +489,10 @@ def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -
 
 
 def _keep_unrepaired(part: Erratum, reason: str, shown: Sequence[_Ran], reproducer: Path, how: WitnessOptions) -> None:
-    """Keep that cases showed the defect and no repair of it. Where that cannot be kept the part is unproved, and no seam is in either."""
+    """Keep a witness that cases showed the defect and no repair of it.
+
+    Where the witness cannot be kept, the part is unproved, and no seam is in either.
+    """
     with contextlib.suppress(_NoProofError, OSError):
         _keep(part, _Proof(Verdict.BROKEN, {}, tuple(shown)), reproducer, how, unrepaired=reason)
 
@@ -494,8 +503,8 @@ def _keep(
     """Write the witness of a part.
 
     Raises:
-        _NoProofError: another source was read than can be proved.
-        OSError: it cannot be written.
+        _NoProofError: the source that was read cannot be proved.
+        OSError: the witness cannot be written.
     """
     sources: dict[str, str | None] = {}
     for each in proof.ran:
@@ -529,22 +538,22 @@ def _failed(part: Erratum, reason: str, cases: tuple[tuple[str, str], ...] = ())
 
 
 def nothing_to_prove(part: Erratum, finding: Finding) -> Attempt:
-    """Return the answer for a part that was asked for and that its probe recognises, or that cannot be proved."""
+    """Return the attempt for a requested part that its probe recognises, or that cannot be proved."""
     needs_none = finding.verdict is not Verdict.UNRECOGNISED
-    what = "there is nothing to prove" if needs_none else "its seams cannot be placed"
-    reason = f"{what}: the probe says {finding.verdict.value}: {finding.summary()}"
+    why = "there is nothing to prove" if needs_none else "its seams cannot be placed"
+    reason = f"{why}: the probe says {finding.verdict.value}: {finding.summary()}"
     return Attempt(overlay=part.id, target=part.target.module, proved=needs_none, reason=reason)
 
 
 def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
-    """Run the cases of parts that probes recognise, without their overlay and with every one, and say where behaviour is otherwise.
+    """Run the cases of parts that probes recognise, without their overlay and with every overlay, and report contradictions.
 
-    A form that says BROKEN is out of date where a release repairs the defect elsewhere, and no text says so.
+    A recorded form that says BROKEN is out of date where a release repairs the defect elsewhere, which the text does not show.
 
     Args:
         overlays: every declaration of this process, in parts.
-        parts: those that are recognised.
-        how: how to run reproducers.
+        parts: the parts that probes recognise.
+        how: options for running reproducers.
     """
     first: dict[str, Erratum] = {}
     for part in parts:
@@ -554,7 +563,7 @@ def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessO
         begun = [(part, _runner_or_problem(overlays, part, how)) for part in first.values()]
         broken = _broken(overlays, parts, how.settings)
         cases = [(each, case) for _, each in begun if isinstance(each, _CaseRunner) for case in each.cases]
-        judged = pool.map(  # leaves out what waits when this is interrupted
+        judged = pool.map(  # cancels the waiting cases when this is interrupted
             lambda pair: pair[0].judged(pair[1], is_broken=pair[1].overlay in broken), cases
         )
         for part, each in begun:
@@ -567,14 +576,14 @@ def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessO
 
 
 def _broken(overlays: Sequence[Erratum], parts: Sequence[Erratum], settings: Settings) -> set[str]:
-    """Return the ids of overlays of which a probe says BROKEN, and seams may repair it."""
+    """Return the ids of overlays that a probe calls BROKEN and that seams may repair."""
     ids, tree = {part.id for part in parts}, CachedTree(InstalledTree())
     chosen = [part for part in overlays if part.id in ids and part.installs]
     return {part.id for part in chosen if examine_installed(part, tree, settings).verdict is Verdict.BROKEN}
 
 
 def _runner_or_problem(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> _CaseRunner | PackError:
-    """Return the cases of the overlay of a part, ready to be run, or why its pack cannot be read."""
+    """Return the runner of the cases of a part's overlay, or the error where its pack cannot be read."""
     try:
         return _CaseRunner.of(overlays, part, how)
     except PackError as error:
@@ -582,14 +591,14 @@ def _runner_or_problem(overlays: Sequence[Erratum], part: Erratum, how: WitnessO
 
 
 def confirmation(attempt: Attempt) -> str:
-    """Return in words what cases say of a part that a probe recognises."""
+    """Return a phrase for the result of confirming a part that a probe recognises."""
     if not attempt.proved:
         return "contradicted"
     return "as recognised" if attempt.is_confirmed else "recognised, and no case can run here"
 
 
 def _confirmed(part: Erratum, found: Sequence[tuple[Case, Conclusion]]) -> Attempt:
-    """Compare what the cases of an overlay concluded with its probe. One case that shows the defect is enough, as in a proof."""
+    """Compare the conclusions of an overlay's cases with its probe. One case that shows the defect is enough, as in a proof."""
     shown = any(each.sentinel is Sentinel.BUG_REPRODUCED for _, each in found)
     said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
     return Attempt(
@@ -603,7 +612,7 @@ def _confirmed(part: Erratum, found: Sequence[tuple[Case, Conclusion]]) -> Attem
 
 
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:
-    """Prove anew what probes do not recognise of the overlays with these ids; of the others say why there is nothing to prove."""
+    """Prove anew the unrecognised parts of the overlays with these ids; return for the other parts why there is nothing to prove."""
     tree = CachedTree(InstalledTree())
     findings = {part: unless_published(part, examine(part, tree), tree) for part in overlays if part.id in ids}
     looking = [part for part, finding in findings.items() if can_be_proved(part, finding, tree)]

@@ -1,4 +1,4 @@
-"""Worlds of gloo ranks for neighbour cases: processes that are forked, meet in a folder, and return numbers."""
+"""Worlds of gloo ranks for neighbour cases: forked processes that meet through a folder and return numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.repro.neighbour import flat
 
 LIMIT_S = 300
-"""Of one world."""
+"""Time limit of one world."""
 
 STACK_S = 10
 """Longest wait for the stack of a rank that is late."""
 
 
 _inherited: list[dict[str, object]] = []
-"""Names of modules as a rank found them, which keeps the objects alive until it ends."""
+"""Contents of modules at the start of a rank, kept so that the objects stay alive until it ends."""
 
 
 class RankError(OverlayError):
@@ -40,11 +40,11 @@ def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str
     torch, and every module of upstream that is slow to import, should be loaded before: ranks are copies of this process.
 
     Args:
-        count: how many ranks.
+        count: number of ranks.
         run: gets the rank; `torch.distributed` is initialised, Megatron's groups are not.
 
     Raises:
-        RankError: a rank ended in an error, or not in time; then the text has the Python lines at which it stood.
+        RankError: a rank ended in an error, or not in time. For a late rank the text has its Python stack.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str
             said = json.loads(answer.read_text())
             if "error" in said:
                 raise RankError(f"rank {rank}: {said['error']}")
-            found |= {f"rank {rank}, {what}": numbers for what, numbers in said["numbers"].items()}
+            found |= {f"rank {rank}, {name}": numbers for name, numbers in said["numbers"].items()}
     return found
 
 
@@ -103,7 +103,7 @@ def _answer(rank: int, count: int, run: Callable[[int], Mapping[str, object]], f
 
     try:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
-        said: dict[str, object] = {"numbers": {what: list(flat(value)) for what, value in run(rank).items()}}
+        said: dict[str, object] = {"numbers": {name: list(flat(value)) for name, value in run(rank).items()}}
     except Exception as error:  # noqa: BLE001 - it is raised by the process that waits
         traceback.print_exc()
         said = {"error": f"{type(error).__name__}: {error}"}
@@ -116,7 +116,7 @@ def _answer(rank: int, count: int, run: Callable[[int], Mapping[str, object]], f
 
 
 def _keep_inherited_groups() -> None:
-    """Keep process groups of the process that was copied: the end of one waits for its threads, which a copy has not.
+    """Keep the process groups of the parent process alive: the destructor of a group waits for its threads, which a fork does not have.
 
     Some are in garbage that was not collected yet. Megatron's `destroy_model_parallel` leaves some in its globals, and the next `initialize_model_parallel` drops them.
     """

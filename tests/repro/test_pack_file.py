@@ -50,8 +50,8 @@ WRONG = {
     "missing": (GOOD.replace('priority = "crash"\n', ""), "priority is missing"),
     "unknown": (GOOD + "urgency = 1\n", "urgency is not known"),
     "unknown in a table": (GOOD + THREAD + "url = 1\n", r"threads\[0\]: url is not known"),
-    "no repository": (GOOD.replace("made/up", "made"), "repository = 'made' is not what it should be"),
-    "empty": (GOOD.replace("made/up", ""), "repository = '' is not what it should be"),
+    "no repository": (GOOD.replace("made/up", "made"), "repository = 'made' is not valid"),
+    "empty": (GOOD.replace("made/up", ""), "repository = '' is not valid"),
     "upstream": (GOOD.replace("new", "open"), "upstream = 'open' is none of new, overlap, fixed, declined"),
     "priority": (
         GOOD.replace("crash", "high"),

@@ -274,15 +274,25 @@ def test_a_manifest_that_is_no_json_or_does_not_fit_is_refused(folder: Path) -> 
         ("overlay", "reproduced", ("MEMORY_SAVE_VERIFIED",), "no receipt shows BUG_REPRODUCED for double-fix"),
         ("overlay", "validated", ("BUG_REPRODUCED",), "no receipt shows FIX_VALIDATED for double-fix"),
         ("overlay", "ready", ("BUG_REPRODUCED", "FIX_VALIDATED"), "made/up#1 has no date checked"),
-        ("overlay", "ready", ("BUG_REPRODUCED", "FIX_VALIDATED"), "no pack.toml says what a search of upstream found"),
-        ("overlay", "filed", ("BUG_REPRODUCED", "FIX_VALIDATED"), "no pack.toml says what a search of upstream found"),
+        (
+            "overlay",
+            "ready",
+            ("BUG_REPRODUCED", "FIX_VALIDATED"),
+            "no pack.toml has the result of a search of upstream",
+        ),
+        (
+            "overlay",
+            "filed",
+            ("BUG_REPRODUCED", "FIX_VALIDATED"),
+            "no pack.toml has the result of a search of upstream",
+        ),
         (
             "regression guard",
             "validated",
             ("BUG_NOT_PRESENT",),
             "its class is regression guard, and its state is validated",
         ),
-        ("overlay", "retired", ("FIX_VALIDATED",), "what is retired is a regression guard"),
+        ("overlay", "retired", ("FIX_VALIDATED",), "a retired pack is a regression guard"),
         ("bug report", "validated", ("BUG_REPRODUCED",), None),
         ("fork", "validated", ("BUG_REPRODUCED",), "no receipt shows FIX_VALIDATED"),
         ("held", "filed", ("BUG_REPRODUCED", "FIX_VALIDATED"), "it is held, and its state is filed"),
@@ -448,7 +458,7 @@ def test_the_day_of_a_look_is_that_of_the_saved_answer_else_the_one_that_was_kep
 def test_saved_answers_that_are_none_are_refused(folder: Path, overlays: tuple[Overlay, ...], text: str) -> None:
     (folder / "threads.json").write_text(text)
 
-    with pytest.raises(ManifestError, match=r"threads\.json is not what `megacpp-overlays sweep` writes"):
+    with pytest.raises(ManifestError, match=r"threads\.json is not in the format of `megacpp-overlays sweep`"):
         manifest.synchronise(folder, overlays)
 
 
