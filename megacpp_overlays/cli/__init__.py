@@ -1,4 +1,4 @@
-"""The command line: parse arguments, call the package, print, and exit with a code that a CI can use."""
+"""Command line: parses arguments, calls the package, prints, and exits with a code that a CI can use."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ FOR_THE_LANE = (
 )
 
 _EXAMPLES = (
-    "audit                                   # what is repaired here, and why",
+    "audit                                   # the repairs here, and their reasons",
     "audit --quick                           # the same from files, in a second or two",
     "symptom loss jumps after resume         # is it one of these?",
-    "run train.py --steps 10                 # a launcher that nobody edits",
+    "run train.py --steps 10                 # a launcher without an edit",
     "repro 9                                 # see a defect, and see it gone",
 )
 
@@ -94,7 +94,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
         return codes.of(error)
     except BrokenPipeError:
-        # Whoever reads, such as `head`, has seen enough. Python flushes once more at its end, which must not raise.
+        # The reader, such as `head`, has closed the pipe. Python flushes once more at its end, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.NOBODY_READS
     except OSError as error:  # a file that was named cannot be read or written
@@ -107,7 +107,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
-    """Help without argparse's own list of commands, which knows no groups."""
+    """Help formatter without argparse's own list of commands, which has no groups."""
 
     def add_argument(self, action: argparse.Action) -> None:
         if not isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - it has no public name
@@ -115,10 +115,10 @@ class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
-    """Return the parser of the command line, and the commands that it has."""
+    """Return the parser of the command line and the group of its commands."""
     parser: argparse.ArgumentParser = OneSentenceParser(
         prog="megacpp-overlays",
-        description="Overlays over defects of training libraries: what is repaired in this environment, and why.",
+        description="Overlays over defects of training libraries: the repairs in this environment, and their reasons.",
         formatter_class=_GroupedHelp,
     )
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
@@ -155,7 +155,7 @@ def _listed(commands: Subparsers, chosen: Sequence[ModuleType]) -> list[str]:
 
 
 def _parse(parser: argparse.ArgumentParser, commands: Subparsers, words: Sequence[str]) -> argparse.Namespace:
-    """Parse words, or end with wrong usage: of a command or an option that is misspelt it says which is near."""
+    """Parse words, or end with wrong usage; for a misspelt command or option the error suggests the nearest name."""
     known = list(commands.choices)
     if words and not words[0].startswith("-") and words[0] not in known:
         parser.error(f"there is no command {words[0]}; {suggestion(words[0], known)}")
@@ -169,7 +169,7 @@ def _parse(parser: argparse.ArgumentParser, commands: Subparsers, words: Sequenc
 
 
 def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command, or of the command of a command, that words name."""
+    """Return the parser of the command or subcommand that words name."""
     for action in parser._actions:  # noqa: SLF001 - no other name
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - no other name
             for number, word in enumerate(words):

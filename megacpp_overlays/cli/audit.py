@@ -1,4 +1,4 @@
-"""`megacpp-overlays audit`: import every installed target in this fresh process and say what was decided."""
+"""`megacpp-overlays audit`: import every installed target in this fresh process and print the decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megacpp_overlays.source.published import key_of
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.upkeep import audit_diff
 
-_TEXT = "Import every installed target in a fresh process and say what was decided, what needs a person first."
+_TEXT = "Import every installed target in a fresh process and print the decisions, those that need a person first."
 _EXAMPLES = (
     "audit",
     "audit -v",
@@ -86,10 +86,8 @@ def add_to(subparsers: Subparsers) -> None:
         action="store_true",
         help="import nothing: look contracts and known findings up in files, and run no self-test",
     )
-    parser.add_argument("--witness", action="store_true", help="first prove what is unproved, as `witness` does")
-    parser.add_argument(
-        "--deep", action="store_true", help="walk over the heap, too, for what holds replaced functions"
-    )
+    parser.add_argument("--witness", action="store_true", help="first prove the unproved overlays, as `witness` does")
+    parser.add_argument("--deep", action="store_true", help="search the heap, too, for holders of replaced functions")
     parser.add_argument(
         "--require",
         action="append",
@@ -115,8 +113,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.ids and (
         arguments.json or arguments.verbose or arguments.html or arguments.require or arguments.expect
     ):
-        parser.error("an ID stands alone: --json, --verbose, --html, --require and --expect are about all overlays")
-    try:  # before anything is imported: a job that asks in vain need not wait
+        parser.error("an ID excludes --json, --verbose, --html, --require and --expect, which are about all overlays")
+    try:  # before anything is imported: a job with a wrong option fails at once
         known = dict.fromkeys(each.id for each in current.overlays)
         required = [requirements.parse(each, known) for each in arguments.require]
         kept = audit_diff.read(arguments.expect) if arguments.expect else None
@@ -178,7 +176,7 @@ def _report(
 
 
 def _as_dict(audit: Audit, about: report.Concerns | None) -> Mapping[str, Any]:
-    """Return an audit as plain data, with what concerns the model where that was asked."""
+    """Return an audit as plain data, with the facts about the model where --config was given."""
     data = cast("Mapping[str, Any]", audit.as_dict())
     return data if about is None else {**data, "model": report.as_dict(about)}
 
@@ -195,7 +193,7 @@ def _show(arguments: argparse.Namespace, audit: Audit, about: report.Concerns | 
 
 
 def _page_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Write the page of an audit that was kept; return the exit code."""
+    """Write the page of a kept audit; return the exit code."""
     others = (arguments.ids, arguments.verbose, arguments.json, arguments.witness, arguments.deep, arguments.require)
     if not arguments.html or arguments.expect or any(others):
         parser.error("--of is about the page of a kept audit: it needs --html and goes with nothing else")
@@ -209,7 +207,7 @@ def _page_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _explain(audit: Audit, ids: Sequence[str], about: report.Concerns | None) -> int:
-    """Print what there is to know of some overlays; return the exit code."""
+    """Print the explanations of some overlays; return the exit code."""
     shown = [record for record in audit.records if record.overlay.id in ids]
     for number, overlay_id in enumerate(dict.fromkeys(ids)):
         parts = [record for record in audit.decisions if record.overlay.id == overlay_id]
@@ -221,7 +219,7 @@ def _explain(audit: Audit, ids: Sequence[str], about: report.Concerns | None) ->
 
 
 def _is_here(erratum: Erratum) -> bool:
-    """Return whether a package is here that one is about, with its target or without it."""
+    """Return whether a package of an overlay's target is installed, with the target or without it."""
     parts = erratum.target.module.split(".")
     tree = InstalledTree()
     try:
@@ -241,16 +239,16 @@ def _nothing_here(overlays: Sequence[Erratum]) -> str:
 def pre_flight(
     current: session.Session, *, deep: bool = False, ids: Sequence[str] = (), said: OthersOutput | None = None
 ) -> Audit:
-    """Import every target that is installed, and audit.
+    """Import every installed target, and return the audit.
 
-    A target that cannot be imported here counts as a conflict. Where a package is missing that its distribution does not require, it waits: one that is asked for as an extra,
-    and any that a second package of the distribution needs, as `megatron.training` of megatron-core does.
+    A target that cannot be imported here counts as a conflict. It waits instead where a package is missing that its distribution does not
+    require: a package of an extra, or any that a second package of the distribution needs, as `megatron.training` of megatron-core does.
 
     Args:
         current: the session of this process.
         deep: see `megacpp_overlays.audit`.
-        ids: import the targets of these overlays alone; of none, those of all.
-        said: keeps what other libraries say meanwhile, and has it told on stderr what is imported; None lets them speak.
+        ids: import the targets of these overlays alone; empty for all.
+        said: captures the output of other libraries during the imports, with progress on stderr; None leaves their output alone.
     """
     failures: dict[str, str] = {}
     lacking: dict[str, ModuleNotFoundError] = {}
@@ -279,7 +277,7 @@ def _to_import(records: Sequence[Record], ids: Sequence[str]) -> Iterator[tuple[
     """Yield modules to import, each with its distribution."""
     for record in records:
         waits = record.decision is Decision.ARMED
-        # Whoever asks about one that is off wants to know what is here all the same.
+        # An overlay that is off and requested by its id is imported, too, to show its state here.
         if (waits and not ids) or (record.overlay.id in ids and (waits or record.decision is Decision.DISABLED)):
             yield record.overlay.target.module, record.overlay.target.distribution
 

@@ -1,4 +1,4 @@
-"""`megacpp-overlays checkpoint`: whether a checkpoint holds the optimizer state of each parameter under its own name."""
+"""`megacpp-overlays checkpoint`: check that a checkpoint holds the optimizer state of each parameter under its own name."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _EXAMPLES = ("checkpoint checkpoints/iter_0000100", "checkpoint --json checkpoin
 _CODES = {
     ExitCode.CLEAN: "the state of every parameter is its own, or the checkpoint has none in this format",
     ExitCode.FOUND: "it was written broken: load it without its optimizer state, or take another one",
-    ExitCode.NOT_CHECKED: "the folder has no checkpoint that can be read, or it cannot be told: fp32 weights differ without a "
-    "mark of this defect (FP8 weights do), or there are no weights beside them",
+    ExitCode.NOT_CHECKED: "the folder has no checkpoint that can be read, or the answer is unknown: fp32 weights differ without a "
+    "mark of this defect (FP8 weights do), or the checkpoint has no weights to compare them with",
     ExitCode.MISSING_EXTRA: "torch is not installed",
 }
 
@@ -43,7 +43,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is known of a checkpoint; return the exit code."""
+    """Print the report about a checkpoint; return the exit code."""
     from megacpp_overlays.upkeep.checkpoint import masters  # noqa: PLC0415 - the other commands do not need it
 
     progress = functools.partial(print, file=sys.stderr, flush=True) if sys.stderr.isatty() else lambda _: None

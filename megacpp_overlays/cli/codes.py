@@ -1,4 +1,4 @@
-"""The exit codes of all commands: one meaning each, so that a job can tell what to do without reading the output."""
+"""Exit codes of all commands. Each has one meaning, so that a job can act on it without reading the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megacpp_overlays.errors import ActivationError, MissingExtraError, OverlayE
 
 
 class ExitCode(enum.IntEnum):
-    """What a command says to whoever started it."""
+    """Exit code of a command."""
 
     CLEAN = 0
     FOUND = 1
@@ -30,9 +30,9 @@ MEANINGS = {
     ExitCode.NOT_CHECKED: "it could not be checked or done: a file, an environment or a network does not answer",
     ExitCode.MISSING_EXTRA: "a library is missing that only this command needs; the message says how to install it",
     ExitCode.OLD: "done, with nothing to do, on saved answers of which some are older than `--max-age`",
-    ExitCode.NOBODY_READS: "whoever reads the output closed it; a shell says so of a command that SIGPIPE ended",
+    ExitCode.NOBODY_READS: "the reader closed the output; a shell gives this code to a command that SIGPIPE ended",
 }
-"""The table of docs/commands.md."""
+"""Meanings of the exit codes, as in the table of docs/commands.md."""
 
 
 def of(error: OverlayError) -> ExitCode:

@@ -1,4 +1,4 @@
-"""Lines in colours where a person reads them on a terminal: not in a file, not in a pipe, not with NO_COLOR."""
+"""Coloured output on a terminal. Files, pipes and environments with NO_COLOR get plain text."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ EXTRA = {
     "shtab": "shtab>=1.7",
     "tomli": "tomli>=2",
 }
-"""Top-level modules of the extra `upkeep`, each with the requirement that brings it. They are named one by one in the advice, because
-no index has a distribution of this project: a name that nobody owns there is not safe to install."""
+"""Top-level modules of the extra `upkeep`, each with the requirement that brings it. The advice names them one by one, because no
+index has a distribution of this project: a name without an owner there is not safe to install."""
 
 _WIDTH = 79
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence and name the help, and do not bury it under all options."""
+    """Argument parser whose errors are one sentence and a hint at --help, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         """End with wrong usage."""
@@ -56,15 +56,15 @@ def add(
     prefix_chars: str = "-",
     add_help: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command whose help ends with examples and with the exit codes that it can give.
+    """Add a command whose help ends with examples and with its exit codes; return its parser.
 
     Args:
-        commands: where to.
-        name: the word for it.
-        text: what it does, in a sentence.
+        commands: the group that gets the command.
+        name: name of the command.
+        text: description of the command in one sentence.
         examples: the words behind the program's name, such as `audit --json`.
-        codes: what it says by each code, for `CLEAN` and `FOUND` at least; that of wrong usage is every command's.
-        more: what else a reader has to know, as it is to be printed.
+        codes: the meaning of each of its exit codes, `CLEAN` at least; that of wrong usage is added for every command.
+        more: further text of the help, printed as it is.
         usage: see `argparse`.
         prefix_chars: see `argparse`.
         add_help: see `argparse`.
@@ -84,8 +84,8 @@ def add(
 
 
 def _epilog(examples: Sequence[str], codes: Mapping[ExitCode, str], more: str) -> str:
-    told: dict[ExitCode, str] = {ExitCode.USAGE: MEANINGS[ExitCode.USAGE], **codes}
-    shown = [line for code in sorted(told) for line in _entry(f"  {int(code)}  ", told[code])]
+    meanings: dict[ExitCode, str] = {ExitCode.USAGE: MEANINGS[ExitCode.USAGE], **codes}
+    shown = [line for code in sorted(meanings) for line in _entry(f"  {int(code)}  ", meanings[code])]
     head = [f"{more.strip()}\n"] if more else []
     return "\n".join(
         [*head, "examples:", *(f"  megacpp-overlays {each}" for each in examples), "", "exit codes:", *shown]
@@ -98,7 +98,7 @@ def _entry(head: str, text: str) -> list[str]:
 
 @contextlib.contextmanager
 def extra() -> Iterator[None]:
-    """Say how to install what a command needs beyond the run-time dependencies; put around its imports.
+    """Turn a missing library of the extra into advice how to install it; a context around the imports of a command.
 
     Raises:
         MissingExtraError: a library of the extra `upkeep` is not installed.
@@ -114,7 +114,7 @@ def extra() -> Iterator[None]:
 
 
 def extra_requirements() -> dict[str, str]:
-    """Return what the extra `upkeep` needs on this Python, by top-level module."""
+    """Return the requirements of the extra `upkeep` on this Python, by top-level module."""
     return {name: text for name, text in EXTRA.items() if not (name == "tomli" and sys.version_info >= (3, 11))}
 
 
@@ -129,9 +129,9 @@ def write_page(
     """Write the page of a run.
 
     Args:
-        path: where to.
-        audit: of the run, as plain data.
-        compared: what it was compared with, and what changed.
+        path: the file of the page.
+        audit: the audit of the run, as plain data.
+        compared: name of the earlier audit, and the changes since.
 
     Raises:
         MissingExtraError: the extra `upkeep` is not installed.
@@ -151,7 +151,7 @@ def packs_folder(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 def check_timeout(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End with wrong usage if the option `--timeout` is no time to wait."""
+    """End with wrong usage if the option `--timeout` is not positive."""
     if arguments.timeout <= 0:
         parser.error("--timeout: seconds, more than 0")
 
@@ -159,7 +159,7 @@ def check_timeout(arguments: argparse.Namespace, parser: argparse.ArgumentParser
 def check_ids(
     ids: Sequence[str], overlays: Sequence[Erratum], parser: argparse.ArgumentParser, option: str = ""
 ) -> None:
-    """End with wrong usage if an id is that of no overlay, and say which may be meant."""
+    """End with wrong usage if an id is that of no overlay; the error suggests the nearest id."""
     known = {overlay.id for overlay in overlays}
     if unknown := [name for name in ids if name not in known]:
         head = f"{option}: " if option else ""

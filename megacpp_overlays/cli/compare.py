@@ -1,4 +1,4 @@
-"""`megacpp-overlays compare`: what changed between two runs that kept their audits."""
+"""`megacpp-overlays compare`: list the changes between two runs that kept their audits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megacpp_overlays.upkeep import audit_diff
 
 _COLUMNS = ("what", "changed", "before", "after")
 _WIDEST = 60
-_TEXT = "Say what changed between two runs that kept audit().as_dict() as JSON."
+_TEXT = "List the changes between two runs that kept audit().as_dict() as JSON."
 _EXAMPLES = (
     "compare audits/yesterday.json audits/today.json",
     "compare --html changes.html audits/yesterday.json audits/today.json",
@@ -45,7 +45,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what changed; return the exit code."""
+    """Print the changes; return the exit code."""
     try:
         before, after = audit_diff.read(arguments.before), audit_diff.read(arguments.after)
         if arguments.html:

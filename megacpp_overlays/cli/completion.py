@@ -1,4 +1,4 @@
-"""`megacpp-overlays completion SHELL`: what makes a shell complete commands, options and files."""
+"""`megacpp-overlays completion SHELL`: print the completion script of a shell for commands, options and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megacpp_overlays.cli.commands import Subparsers, add
 
 SHELLS = ("bash", "zsh", "tcsh")
 
-_TEXT = "Print what makes a shell complete the commands and options of megacpp-overlays."
+_TEXT = "Print the script with which a shell completes the commands and options of megacpp-overlays."
 _EXAMPLES = (
     "completion bash > ~/.local/share/bash-completion/completions/megacpp-overlays",
     "completion zsh > ~/.zfunc/_megacpp-overlays      # a folder of $fpath",
@@ -30,7 +30,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Print the completion of a shell."""
+    """Print the completion script of a shell."""
     with shared.extra():
         import shtab  # noqa: PLC0415
     parser, _ = cli.parsers()

@@ -22,7 +22,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(_: argparse.Namespace) -> bool:
-    """Remove the file; say which."""
+    """Remove the file, and print its path."""
     removed = startup_file.disable()
     for path in removed:
         print(f"disabled: {path} is removed")

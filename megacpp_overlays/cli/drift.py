@@ -1,4 +1,4 @@
-"""`megacpp-overlays drift`: what is installed and loaded against what was published."""
+"""`megacpp-overlays drift`: compare the installed and loaded code with the published code."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 
 _TEXT = (
-    "Compare what is installed in this environment with what was published: files with the hashes in their RECORD, "
+    "Compare the packages of this environment with the published ones: files with the hashes in their RECORD, "
     "checkouts with their commit, functions of this process with the package that they belong to."
 )
 _MORE = """\
 not looked at:
   bytecode in __pycache__, but for the kind that Python never compares with its source
-  files beside package folders, and compiled files that a checkout ignores
+  files next to package folders, and compiled files that a checkout ignores
   data and default arguments (__defaults__) of this process
-  in this process, what stays within a package and the libraries that its modules import: one function of it in the
+  in this process, changes within a package and the libraries that its modules import: one function of it in the
   place of another, one of its own decorators more, a deleted name, a library's function under an imported name
 """
 _EXAMPLES = ("drift", "drift --distribution megatron-core", "drift --import megatron.core.models.gpt")
 _CODES = {
-    ExitCode.CLEAN: "everything is as published, but for what overlays replace",
+    ExitCode.CLEAN: "everything is as published, except for the replacements by overlays",
     ExitCode.FOUND: "something differs, or a file of it cannot be read",
 }
 
@@ -47,20 +47,20 @@ def add_to(commands: Subparsers) -> None:
         dest="modules",
         action="append",
         default=[],
-        help="import this module first, then say which names of the targets lead to code of somebody else; can be repeated",
+        help="import this module first, then list the names of the targets that lead to third-party code; can be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Print what drifted; return whether nothing did."""
+    """Print the drift; return whether there is none."""
     # The other commands do not need these.
     from megacpp_overlays.processes import startup_file  # noqa: PLC0415
     from megacpp_overlays.upkeep.drift import drift, drift_report, installations, substitutions  # noqa: PLC0415
 
     if arguments.modules:
-        session.current().arm()  # what the launcher's plugin meets in a run
+        session.current().arm()  # as in a run of the launcher's plugin
     substitutions.bring_in(arguments.modules)  # first: a launcher may change where packages are found
     overlays = session.current().overlays
     installed = installations.find_all()

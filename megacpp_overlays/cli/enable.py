@@ -37,7 +37,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Write the file; say where it is and what it leads to.
+    """Write the file; print its path and the package that it leads to.
 
     Raises:
         SettingsError: a setting of this environment is not known, so that every Python would end.

@@ -62,14 +62,14 @@ def _sh(values: Mapping[str, str]) -> str:
 
 
 def _k8s(values: Mapping[str, str]) -> str:
-    # `$(NAME)` refers to another variable there, and `$$` stands for a dollar; JSON is YAML.
+    # In Kubernetes `$(NAME)` refers to another variable, and `$$` is a dollar; JSON is YAML.
     lines = [f"- name: {name}\n  value: {json.dumps(value.replace('$', '$$'))}" for name, value in values.items()]
     return "\n".join(lines)
 
 
 _FORMS = {
     "docker": "an ENV instruction of a Dockerfile",
-    "sh": "export lines of a shell; what PYTHONPATH was stays behind",
+    "sh": "export lines of a shell; the entries of PYTHONPATH stay, behind the new one",
     "k8s": "entries of `env:` of a container in Kubernetes",
 }
 _RENDERED = {"docker": _docker, "sh": _sh, "k8s": _k8s}

@@ -14,7 +14,7 @@ from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import reference_pages
 from megacpp_overlays.upkeep.reference_pages import FIXED, LEFT_ALONE, REPAIRED, Releases
 
-_TEXT = "Explain an overlay: its defect, the releases that have it, what files say here, its switch and its threads. Needs no upstream."
+_TEXT = "Explain an overlay: its defect, the releases that have it, its decision here from files, its switch and its threads. Needs no upstream."
 _EXAMPLES = ("explain scheduler-restore", "explain scheduler-restore mla-rope-key-gradient")
 _CODES = {ExitCode.CLEAN: "explained, whatever is here"}
 _RELEASES = ((REPAIRED, "repairs"), (LEFT_ALONE, "left alone"), (FIXED, "right in"))
@@ -51,7 +51,7 @@ def _releases(ids: Sequence[str], overlays: Sequence[Erratum]) -> Mapping[str, R
 
 
 def facts(releases: Releases | None) -> list[tuple[str, str]]:
-    """Return which releases an overlay repairs, which are broken and left alone, and which are right."""
+    """Return the releases that an overlay repairs, those that are broken and left alone, and those that are right."""
     if releases is None:
         return []
     found = [(key, releases.with_outcome(outcome)) for outcome, key in _RELEASES]

@@ -1,4 +1,4 @@
-"""`megacpp-overlays info`: version, mode, settings in force, how processes are armed, plugins, and what is missing."""
+"""`megacpp-overlays info`: print version, mode, settings in force, how processes are armed, plugins, and missing requirements."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megacpp_overlays.source import distributions
 from megacpp_overlays.upkeep.drift.drift import STACK
 from megacpp_overlays.version import VERSION
 
-_TEXT = "Say what this package is here: version, mode, settings in force, how processes are armed, plugins, and what is missing."
+_TEXT = "Describe this package here: version, mode, settings in force, how processes are armed, plugins, and missing requirements."
 _EXAMPLES = ("info", "info --json")
 _CODES = {
-    ExitCode.CLEAN: "told",
-    ExitCode.USAGE: "wrong usage, or a setting is not known; the rest is told all the same",
-    ExitCode.NOT_CHECKED: "a plugin that is asked for cannot be loaded; the rest is told all the same",
+    ExitCode.CLEAN: "printed",
+    ExitCode.USAGE: "wrong usage, or a setting is not known; the rest is printed all the same",
+    ExitCode.NOT_CHECKED: "a plugin that is asked for cannot be loaded; the rest is printed all the same",
 }
 _KEY, _WIDTH = 11, 100
 
 
 class Info(NamedTuple):
-    """The facts about this package in this environment. No library that overlays are about is imported for them."""
+    """Facts about this package in this environment, gathered without importing a library of a target."""
 
     version: str
     package: str
@@ -47,7 +47,7 @@ class Info(NamedTuple):
     settings: Mapping[str, str]
     """Settings that are set here, by variable."""
     wrong: str
-    """What is wrong with a setting or a plugin, empty where nothing is."""
+    """Error of a setting or a plugin; empty where there is none."""
     armed_by: str
     """How Pythons of this environment are armed at their start."""
     plugins: Mapping[str, str]
@@ -55,7 +55,7 @@ class Info(NamedTuple):
     overlays: int
     gates: int
     libraries: Mapping[str, str]
-    """Versions of installed libraries that overlays are about, or of the stack."""
+    """Versions of installed libraries of targets and of the stack."""
     not_installed: Sequence[str]
     missing: Sequence[str]
     """Requirements of the extra `upkeep` that are not installed."""
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 
 def gather() -> tuple[Info, ExitCode]:
-    """Return the facts, and the exit code that they deserve."""
+    """Return the facts and the exit code for them."""
     env = os.environ
     asked = plugin_names(env)
     settings, wrong, code = None, "", ExitCode.CLEAN

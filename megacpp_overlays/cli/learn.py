@@ -20,11 +20,12 @@ from megacpp_overlays.repro import git, inventory
 from megacpp_overlays.upkeep import learning
 from megacpp_overlays.upkeep.learning import LearnOptions, ReleaseKnowledge, ReleaseTree
 
-_TEXT = "Learn a release, or a commit: run its reproducers, and write down for all users what no probe recognises."
+_TEXT = "Learn a release, or a commit: run its reproducers, and record for all users the verdicts on code that no probe recognises."
 _MORE = """\
-For maintainers, in a checkout. It fetches the release from the index, or takes a folder or a commit; runs the reproducers of all that
-is unproved there, in minutes and without a word of it read, and then those of all that is recognised; writes `loader/learned.json` and the digest in `source/published.json`;
-and says what is still broken, what upstream repaired, and which few need a person. A GPU is asked where this host has one.
+For maintainers, in a checkout. It fetches the release from the index, or takes a folder or a commit. It runs the reproducers of all
+unproved overlays, in minutes and without anyone reading the release, and then those of all recognised ones. It writes
+`loader/learned.json` and the digest in `source/published.json`, and lists the overlays that are still broken, those that upstream
+repaired, and the few that need a person. Cases of a GPU run where this host has one.
 """
 _EXAMPLES = (
     "learn megatron-core==0.20.0 --python .envs/newest/bin/python",
@@ -41,7 +42,9 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "learn", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
-    parser.add_argument("what", metavar="DISTRIBUTION[==VERSION]", help="a release, or with --tree what the folder has")
+    parser.add_argument(
+        "what", metavar="DISTRIBUTION[==VERSION]", help="a release, or with --tree the distribution in the folder"
+    )
     parser.add_argument(
         "--tree", metavar="PATH[@REV]", help="a folder that holds its packages, or a repository and a revision"
     )
@@ -50,7 +53,11 @@ def add_to(commands: Subparsers) -> None:
     )
     parser.add_argument("--name", metavar="NAME", help="of a folder, for people (default: its branch and commit)")
     parser.add_argument(
-        "--python", metavar="PYTHON", type=Path, default=Path(sys.executable), help="with what it needs"
+        "--python",
+        metavar="PYTHON",
+        type=Path,
+        default=Path(sys.executable),
+        help="interpreter that has the requirements of the release",
     )
     parser.add_argument("--workers", metavar="N", type=int, default=default_workers(), help="overlays at the same time")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))

@@ -1,4 +1,4 @@
-"""`megacpp-overlays ledger`: print, check or rewrite RETIREMENT.md from the declarations, or say what is due."""
+"""`megacpp-overlays ledger`: print, check or rewrite RETIREMENT.md from the declarations, or list the overlays that are due."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.upkeep.ledger import difference, due, render
 
-_TEXT = "Print RETIREMENT.md as the declarations have it, check or rewrite the file, or say what is due."
+_TEXT = "Print RETIREMENT.md as the declarations have it, check or rewrite the file, or list the overlays that are due."
 _EXAMPLES = ("ledger --due", "ledger --check RETIREMENT.md", "ledger --write RETIREMENT.md")
 _CODES = {
     ExitCode.CLEAN: "printed or written; with --check in step; with --due nothing can be deleted here",
@@ -26,15 +26,15 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "ledger", _TEXT, examples=_EXAMPLES, codes=_CODES)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", metavar="FILE", type=Path, help="exit 1 when FILE is not in step")
-    what.add_argument("--due", action="store_true", help="list what can be deleted here; exit 1 when there is any")
-    what.add_argument("--write", metavar="FILE", type=Path, help="bring FILE in step, its history kept")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", metavar="FILE", type=Path, help="exit 1 when FILE is not in step")
+    action.add_argument("--due", action="store_true", help="list overlays to delete here; exit 1 when there is any")
+    action.add_argument("--write", metavar="FILE", type=Path, help="bring FILE in step, its history kept")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Do what was asked; return whether the ledger is in step."""
+    """Run the command; return whether the ledger is in step and nothing is due."""
     overlays = session.current().overlays
     if arguments.check is not None:
         if not arguments.check.is_file():

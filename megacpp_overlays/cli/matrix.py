@@ -25,7 +25,7 @@ _EXAMPLES = (
     "matrix --check packs --offline",
 )
 _CODES = {
-    ExitCode.CLEAN: "every release was read; with --check, the kept matrix is what the probes say",
+    ExitCode.CLEAN: "every release was read; with --check, the kept matrix agrees with the probes",
     ExitCode.FOUND: "a release could not be read, or the kept matrix is stale",
     ExitCode.NOT_CHECKED: "no release could be looked at: the index does not answer, or a folder is not there",
     ExitCode.MISSING_EXTRA: "without --offline, or with --write or --check, and the extra `upkeep` is not installed",
@@ -40,7 +40,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--tree", metavar="PATH[@REV]", action="append", default=[], help="add a folder or a commit; can be repeated"
     )
-    parser.add_argument("--evidence", action="store_true", help="print what the probes saw, and where")
+    parser.add_argument("--evidence", action="store_true", help="print the evidence of the probes, and its place")
     parser.add_argument("--json", action="store_true", help="print JSON, evidence included")
     parser.add_argument("--offline", action="store_true", help="ask no index and fetch nothing")
     parser.add_argument("--cache", metavar="FOLDER", type=Path, help="keep releases in this folder")
@@ -49,12 +49,12 @@ def add_to(commands: Subparsers) -> None:
     )
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument("--write", metavar="FOLDER", type=Path, help="keep matrix.json and matrix.html in this folder")
-    kept.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when what is kept there is stale")
+    kept.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when the matrix in it is stale")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Do what was asked; return whether every release was read, and nothing kept is stale."""
+    """Run the command; return whether every release was read, and nothing kept is stale."""
     keeps = arguments.write or arguments.check
     if keeps and (arguments.target or arguments.tree or arguments.pre or arguments.evidence or arguments.json):
         parser.error("--write and --check are about all final releases of all distributions, and nothing else")
@@ -75,7 +75,7 @@ def _matrix(arguments: argparse.Namespace) -> bool:
     )
     if arguments.check:
         stale = matrix_build.check(registry.load(), arguments.check, places)
-        print("\n".join(stale) or f"{arguments.check}: the kept matrix is what the probes say")
+        print("\n".join(stale) or f"{arguments.check}: the kept matrix agrees with the probes")
         if stale:
             print(f"next: megacpp-overlays matrix --write {arguments.check}", file=sys.stderr)
         return not stale
@@ -93,5 +93,5 @@ def _matrix(arguments: argparse.Namespace) -> bool:
         print("\n\n\n".join(matrix_text.render(table, evidence=arguments.evidence) for table in tables))
         print(f"\n{matrix_text.LEGEND}")
         if not arguments.evidence:
-            print("next: --evidence says what the probes saw, and where")
+            print("next: --evidence prints the evidence of the probes, and its place")
     return all(row.problem is None for table in tables for row in table.rows)

@@ -37,7 +37,7 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, NAME, _TEXT, examples=_EXAMPLES, codes=_CODES, more=_MORE)
-    parser.add_argument("id", metavar="ID", help="lower-case words joined by hyphens: what is repaired")
+    parser.add_argument("id", metavar="ID", help="lower-case words joined by hyphens that name the repair")
     parser.add_argument("target", metavar="MODULE:SYMBOL", help="the function or method that is broken")
     parser.add_argument(
         "--plugin", metavar="FOLDER", type=Path, help="write it into this package, which is made if need be"
@@ -50,7 +50,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Write the files; print them, and what to do next.
+    """Write the files; print them and the next steps.
 
     Raises:
         UpkeepError: the target cannot be read, or a file is there already.
@@ -94,7 +94,7 @@ def _checkout() -> Path:
 
 
 def _next(new: NewOverlay, plugin: Path | None, *, made_project: bool) -> list[str]:
-    todo = "next: write what says TODO, the reproducer first"
+    todo = "next: write the places that say TODO, the reproducer first"
     if plugin is None:
         return [
             todo,

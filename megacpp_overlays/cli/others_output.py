@@ -1,4 +1,4 @@
-"""The output of other libraries while their modules are imported, kept apart from what a command says itself."""
+"""Capture of the output of other libraries during their import, separate from the output of a command."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 
 class OthersOutput:
-    """Lines that other libraries wrote, and warnings that they raised, each with how often."""
+    """Lines and warnings of other libraries, each with its count."""
 
     def __init__(self) -> None:
         self._lines: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep what is written to standard error, and every warning, in the block."""
+        """Capture standard error and every warning in the block."""
         stream = io.StringIO()
         try:
             with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(stream):
@@ -28,7 +28,7 @@ class OthersOutput:
             self._lines.update(f"{each.category.__name__}: {each.message}".partition("\n")[0] for each in caught)
 
     def show(self, *, everything: bool) -> None:
-        """Print what was kept to standard error: all of it, or how much there is."""
+        """Print the captured lines to standard error: all of them, or their number."""
         if not self._lines:
             return
         count = sum(self._lines.values())

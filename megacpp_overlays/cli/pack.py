@@ -1,4 +1,4 @@
-"""`megacpp-overlays pack list`: every pack, its upstream state, and the next step."""
+"""`megacpp-overlays pack list`: list every pack, its upstream state, and the next step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import pack_status
 from megacpp_overlays.upkeep.pack_status import PackStatus
 
-_TEXT = "List every pack: what it is, where it would be filed, and the next step. Nothing is ever sent."
+_TEXT = "List every pack: its class, where it would be filed, and the next step. Nothing is ever sent."
 _EXAMPLES = ("pack list", "pack list --json")
 _CODES = {
     ExitCode.CLEAN: "listed",
@@ -26,8 +26,8 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "pack", _TEXT, examples=_EXAMPLES, codes=_CODES)
-    what = parser.add_subparsers(metavar="what", required=True)
-    every = what.add_parser("list", help=_TEXT, description=_TEXT)
+    actions = parser.add_subparsers(metavar="action", required=True)
+    every = actions.add_parser("list", help=_TEXT, description=_TEXT)
     every.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     every.add_argument("--json", action="store_true", help="for machines")
     every.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`megacpp-overlays receipts`: check the inventory and its receipts, take receipts in, bring the manifest in step."""
+"""`megacpp-overlays receipts`: check the inventory and its receipts, adopt receipts, or bring the manifest in step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "receipts", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="exit 1 when a claim has no kept log, or a log was changed")
-    what.add_argument("--adopt", metavar="FOLDER", type=Path, help="take in what `repro --keep FOLDER` wrote elsewhere")
-    what.add_argument("--sync", action="store_true", help="bring the manifest in step with notes and declarations")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument(
+        "--check", action="store_true", help="exit 1 when a claim has no kept log, or a log was changed"
+    )
+    action.add_argument(
+        "--adopt", metavar="FOLDER", type=Path, help="take in receipts of `repro --keep FOLDER` from another machine"
+    )
+    action.add_argument("--sync", action="store_true", help="bring the manifest in step with notes and declarations")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Do what was asked; return whether everything holds."""
+    """Run the command; return whether every claim and receipt holds."""
     folder = arguments.packs or inventory.own_folder()
     overlays = _overlays()
     if arguments.sync:

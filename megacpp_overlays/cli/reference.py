@@ -28,14 +28,14 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "reference", _TEXT, examples=_EXAMPLES, codes=_CODES)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when a page in FOLDER is not in step")
-    what.add_argument("--write", metavar="FOLDER", type=Path, help="bring the pages in FOLDER in step")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when a page in FOLDER is not in step")
+    action.add_argument("--write", metavar="FOLDER", type=Path, help="bring the pages in FOLDER in step")
     parser.set_defaults(run=functools.partial(run, commands, parser))
 
 
 def run(commands: Subparsers, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bool:
-    """Do what was asked; return whether the pages are in step."""
+    """Run the command; return whether the pages are in step."""
     folder: Path = arguments.write or arguments.check
     if not folder.is_dir():
         parser.error(f"{folder}: there is no such folder")

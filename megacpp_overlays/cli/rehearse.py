@@ -1,4 +1,4 @@
-"""`megacpp-overlays rehearse`: rehearse the day on which the release that is installed came out, without knowledge of it."""
+"""`megacpp-overlays rehearse`: rehearse the release day of the installed version, without knowledge of that version."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.upkeep import rehearsal
 
-_TEXT = (
-    "Rehearse an upgrade: forget what is newer than a release, and say what is decided here without and with `witness`."
-)
+_TEXT = "Rehearse an upgrade: forget everything newer than a release, and print the decisions here without and with `witness`."
 _MORE = """\
-The measure of how much this package knows by behaviour and not by text. It audits this environment with all that is known, then
-without what was read in releases after VERSION, proves what is unproved then in a folder of its own, and audits again. Nothing of
-it stays. It takes minutes.
+It measures how much this package knows by behaviour and not by text. It audits this environment with all that is known, then
+without the records of releases after VERSION, proves the overlays that are then unproved in a folder of its own, and audits again.
+Nothing of it stays. It takes minutes.
 """
 _EXAMPLES = (
     "rehearse --known-until megatron-core=0.18.2",
@@ -48,7 +46,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def _check(text: str, distribution: str, version: str, parser: argparse.ArgumentParser) -> None:
-    """End with wrong usage before minutes of reproducers, where nothing would be forgotten."""
+    """End with wrong usage, before minutes of reproducers, where the option names no target or no version."""
     known = sorted({each.target.distribution for each in session.current().overlays})
     if distribution not in known:
         parser.error(f"--known-until {text}: no overlay is about {distribution}; {suggestion(distribution, known)}")

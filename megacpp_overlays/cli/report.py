@@ -1,4 +1,4 @@
-"""`megacpp-overlays report`: one file about one overlay, for whoever maintains it."""
+"""`megacpp-overlays report`: write one file about one overlay, for its maintainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ It has the audit, versions, the evidence of the probe, and for every module that
 each function. It has no code but the lines that the evidence quotes, no variables of the environment, and no folders of
 this host unless --paths asks for them. Read it before you send it.
 """
-_TEXT = "Write what a maintainer needs to know of one overlay in this environment, such as one in conflict, as JSON."
+_TEXT = "Write a report for the maintainer of one overlay in this environment, such as one in conflict, as JSON."
 _EXAMPLES = ("report dsa-capture-gates --output report.json",)
 _CODES = {
     ExitCode.CLEAN: "it was written, whatever it says",

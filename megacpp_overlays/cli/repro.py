@@ -37,7 +37,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="add a receipt to this folder of packs")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=900.0, help="for one process (default 900)")
-    parser.add_argument("--verbose", action="store_true", help="print what the processes print, too")
+    parser.add_argument("--verbose", action="store_true", help="print the output of the processes, too")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 

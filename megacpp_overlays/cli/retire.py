@@ -16,8 +16,8 @@ from megacpp_overlays.upkeep.retire.preparation import Request, RetirementOutcom
 from megacpp_overlays.upkeep.retire.retirement import ChecklistItem
 
 _TEXT = (
-    "Retire an overlay: prove that upstream is right without it, write its entry in the history, and print what to "
-    "remove and to edit."
+    "Retire an overlay: prove that upstream is right without it, write its entry in the history, and list the files to "
+    "remove and the lines to edit."
 )
 _MORE = """\
 It runs in a git checkout of this package. It writes megacpp_overlays/loader/retired.json and keeps the receipt of the
@@ -55,7 +55,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Do what was asked; return whether the overlay may go."""
+    """Prepare the retirement, print it, and return whether the overlay may go."""
     request = Request(
         overlay=arguments.overlay,
         lock=arguments.lock,

@@ -1,7 +1,7 @@
-"""`megacpp-overlays run LAUNCHER ...`: become `python LAUNCHER ...`, armed, with every Python below it.
+"""`megacpp-overlays run LAUNCHER ...`: replace this process by `python LAUNCHER ...`, armed like its child processes.
 
 Nothing of Python is emulated here. The environment is set and this process is replaced, so that arguments, exit code,
-signals, process id, tracebacks, `sys.path[0]`, `__main__` and what pickles it are those of a plain Python.
+signals, process id, tracebacks, `sys.path[0]`, `__main__` and its pickles are those of a plain Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEXT = "Run a launcher with this package armed before its first line, in every 
 _USAGE = """megacpp-overlays run [--witness] [--audit FILE] [--verify-ranks] [--require ID=DECISION]...
                             [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"""
 _MORE = """\
-options, in front of those of Python; processes that the launcher starts do what they say, too:
+options, in front of those of Python; they apply to the processes that the launcher starts, too:
   --witness        first run the reproducers of all unproved overlays, as `megacpp-overlays witness` does, then start the
                    launcher; with MEGACPP_OVERLAYS=strict it ends if an overlay stays unproved
   --audit FILE     rank 0 leaves its audit in FILE as JSON before the first step of an optimizer, when ranks were compared,
@@ -37,7 +37,7 @@ options, in front of those of Python; processes that the launcher starts do what
 _REFUSED = {
     "-I": "ignores PYTHONPATH",
     "-E": "ignores PYTHONPATH",
-    "-S": "does not run what arms a process at start-up",
+    "-S": "does not run the code that arms a process at start-up",
 }
 
 _ANSWERED = {"-V", "--version", "-?", "--help-env", "--help-xoptions", "--help-all"}
@@ -61,7 +61,7 @@ _CODES = {
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser. What follows it is not for argparse, so no character marks an option there."""
+    """Add the command to the parser. Words after it are not for argparse, so no character marks an option there."""
     parser = add(
         commands,
         "run",
@@ -78,10 +78,10 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
-    """Replace this process. Returns only where help is asked for; a wrong usage exits with 2.
+    """Replace this process. Return only where help is asked for; wrong usage exits with 2.
 
     Raises:
-        SettingsError: the environment says what is not known.
+        SettingsError: a setting in the environment is not known.
     """
     try:
         variables, has_to_prove, words = asked_of_us(words)
@@ -148,7 +148,7 @@ def asked_of_us(words: Sequence[str]) -> LauncherOptions:
 
 
 def _prove() -> None:
-    """Prove what is unproved, one process of this host and user at a time: the others find it done."""
+    """Prove the unproved overlays, in one process of this host and user at a time; the others then find the verdicts."""
     from megacpp_overlays.cli import witness  # noqa: PLC0415 - the other commands do not need them
     from megacpp_overlays.loader import session, witnesses  # noqa: PLC0415
     from megacpp_overlays.repro import inventory  # noqa: PLC0415
@@ -168,9 +168,9 @@ def _become(words: Sequence[str]) -> NoReturn:
     from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415
 
     current = session.current()
-    current.arm()  # it says what waits, and what is started next is its child and does not say it again
+    current.arm()  # it logs the waiting overlays; the launcher is its child and does not log them again
     write_receipts_that_are_asked_for(current)  # into a folder that children do not make
-    if current.settings.audit:  # what was left by a run before this one must not be taken for its own
+    if current.settings.audit:  # replaces the file of an earlier run, which must not be taken for this run's
         first_step.leave(Path(current.settings.audit), current.audit())
 
     sys.stdout.flush()

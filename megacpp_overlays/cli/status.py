@@ -1,4 +1,4 @@
-"""`megacpp-overlays status`: tell whether Pythons of this environment start armed, by starting one."""
+"""`megacpp-overlays status`: print whether Pythons of this environment start armed, proved by starting one."""
 
 from __future__ import annotations
 

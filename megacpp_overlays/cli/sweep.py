@@ -1,4 +1,4 @@
-"""`megacpp-overlays sweep`: the state of the upstream threads that overlays link."""
+"""`megacpp-overlays sweep`: check the state of the upstream threads that overlays link."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from megacpp_overlays.upkeep.sweep.github import Client
 
 _TEXT = (
-    "Look at every linked upstream issue and pull request, say what landed since the last look, and which overlay that "
-    "puts up for retirement."
+    "Check every linked upstream issue and pull request, list those that landed since the last check, and the overlays "
+    "that may be retired for that."
 )
 _MORE = """\
-Without a network the saved answers of packs/threads.json are used. What is merged and released does not change any more; of
-every other answer the report says how old it is.
+Without a network the saved answers of packs/threads.json are used. A thread that is merged and released does not change any more;
+the report gives the age of every other answer.
 
 environment: GITHUB_TOKEN or GH_TOKEN (without one GitHub takes 60 requests an hour), GITHUB_API_URL.
 """
@@ -45,9 +45,11 @@ def add_to(commands: Subparsers) -> None:
     parser = add(commands, "sweep", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--offline", action="store_true", help="use the saved answers, without a network")
-    write_help = "keep the new answers in packs/threads.json; what is kept is not asked for again on the same day (UTC)"
+    write_help = (
+        "keep the new answers in packs/threads.json; a kept thread is not asked for again on the same day (UTC)"
+    )
     source.add_argument("--write", action="store_true", help=write_help)
-    parser.add_argument("--since", metavar="DATE", type=_day, help="tell what happened on or after this day (UTC)")
+    parser.add_argument("--since", metavar="DATE", type=_day, help="list the events on or after this day (UTC)")
     parser.add_argument(
         "--max-age",
         metavar="DAYS",
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if old:
         _say(
             f"{len(old)} answers are more than {arguments.max_age} days old (--max-age), {old[0]} the oldest of them: ask again "
-            "with a network, and keep what comes with --write"
+            "with a network, and keep the answers with --write"
         )
     if not swept.clean:
         return ExitCode.FOUND

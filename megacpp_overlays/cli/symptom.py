@@ -1,4 +1,4 @@
-"""`megacpp-overlays symptom WORDS`: find the overlay whose defect a person describes, and say what to do next."""
+"""`megacpp-overlays symptom WORDS`: find the overlay whose defect a user describes, and print the next step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.upkeep import symptoms
 from megacpp_overlays.upkeep.symptoms import FoundSymptom
 
-_TEXT = (
-    "Find the overlay whose defect has a symptom, by words such as those of an experiment log, and say what is so here."
-)
+_TEXT = "Find the overlay whose defect has a symptom, by words such as those of an experiment log, and print its state here."
 _EXAMPLES = (
     "symptom grad_norm is 0",
     "symptom loss jumps after resume",
@@ -40,7 +38,7 @@ _HERE = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "symptom", _TEXT, examples=_EXAMPLES, codes=_CODES)
-    parser.add_argument("words", metavar="WORD", nargs="+", help="what you see")
+    parser.add_argument("words", metavar="WORD", nargs="+", help="a word of the symptom")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=run)
 
@@ -65,7 +63,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     else:
         print(
             f"megacpp-overlays: no overlay has a symptom like {query!r}; docs/symptoms.md lists all of them, and "
-            "`megacpp-overlays audit --quick` says what is broken in what is installed",
+            "`megacpp-overlays audit --quick` lists the defects of the installed packages",
             file=sys.stderr,
         )
     return ExitCode.CLEAN if found else ExitCode.NOTHING_HERE

@@ -1,4 +1,4 @@
-"""`megacpp-overlays triage --from LOCK --to LOCK`, or `--to NAME==VERSION`: what an upgrade does to each carried fix."""
+"""`megacpp-overlays triage --from LOCK --to LOCK`, or `--to NAME==VERSION`: print the effect of an upgrade on each overlay."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from megacpp_overlays.upkeep import environments, evidence, locks
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.triage import preview, release_preview, triage, triage_report
 
-_TEXT = "Say for each overlay what an upgrade does to it: keep, conflict or retire."
+_TEXT = "Print the effect of an upgrade on each overlay: keep, conflict or retire."
 _MORE = """\
-With --to NAME==VERSION the upgrade starts at what is installed here: what is known of both releases is compared, in a second.
+With --to NAME==VERSION the upgrade starts at the installed release: the records of both releases are compared, in a second.
 The reproducers run in the environment of the lock `to`, which takes minutes; where this host cannot run a case, a kept
-receipt of the same versions counts. With --quick none runs: seconds, and what contracts and kept records say of both sides.
+receipt of the same versions counts. With --quick no reproducer runs: contracts and kept records of both sides are compared, in
+seconds.
 """
 _EXAMPLES = (
     "triage --to megatron-core==0.19.2",
@@ -42,7 +43,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("--from", dest="before", metavar="LOCK", type=Path, help="the lock in use")
     parser.add_argument(
         "--to", dest="after", metavar="LOCK", nargs="+", required=True,
-        help="the lock to move to, or releases, each NAME==VERSION, in the place of what is installed here",
+        help="the lock to move to, or releases, each NAME==VERSION, in the place of the installed ones",
     )  # fmt: skip
     parser.add_argument("--only", metavar="ID", action="append", help="triage only this overlay; can be repeated")
     parser.add_argument("--environments", metavar="FOLDER", type=Path, help="environments by lane (default: .envs)")
@@ -52,7 +53,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=evidence.TIMEOUT, help="for one process (default 900)"
     )
-    parser.add_argument("--quick", action="store_true", help="run no reproducer: say what is expected, in seconds")
+    parser.add_argument("--quick", action="store_true", help="run no reproducer: print the expected result, in seconds")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--brief", action="store_true", help="print one line for each overlay, and no evidence")
     how.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
 def _to_releases(arguments: argparse.Namespace, parser: argparse.ArgumentParser, overlays: Sequence[Erratum]) -> bool:
     """Print the preview of a move to releases; return whether nothing in it needs a person or a reproducer."""
     if arguments.before is not None:
-        parser.error("--to NAME==VERSION starts at what is installed here: leave out --from")
+        parser.error("--to NAME==VERSION starts at the installed release: leave out --from")
     changes = release_preview.moves(arguments.after, overlays)
     previewed = release_preview.preview(inventory.own_folder(), changes, _chosen(overlays, arguments.only))
     if arguments.json:

@@ -1,4 +1,4 @@
-"""`megacpp-overlays witness`: run reproducers on what probes do not recognise here, and keep the verdicts that they earn."""
+"""`megacpp-overlays witness`: run reproducers on upstream code that probes do not recognise, and keep the verdicts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "witness", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("ids", metavar="ID", nargs="*", help="an overlay or a gate")
-    parser.add_argument("--all", action="store_true", help="run the cases of what is recognised as well")
+    parser.add_argument("--all", action="store_true", help="run the cases of recognised overlays and gates as well")
     parser.add_argument("--of", metavar="DISTRIBUTION", help="only overlays of this distribution")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
@@ -68,12 +68,12 @@ def add_to(commands: Subparsers) -> None:
 
 
 def default_workers() -> int:
-    """Return how many overlays are proved at the same time where nobody says it: one for each core, 8 at most."""
+    """Return the default number of overlays that are proved at the same time: one for each core, 8 at most."""
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Prove what is unproved; return whether all of it was."""
+    """Prove the unproved overlays; return whether all of them were proved."""
     packs = packs_folder(arguments, parser)
     check_timeout(arguments, parser)
     current = session.current()
@@ -103,14 +103,14 @@ def witness(
     of: str | None = None,
     everything: bool = False,
 ) -> tuple[Attempt, ...]:
-    """Prove what is unproved, or what was named, and print to stderr how that goes.
+    """Prove the unproved overlays, or the named ones, with progress on stderr; return the result of each part.
 
     Args:
-        current: what is armed here.
-        how: how to run reproducers.
-        ids: of overlays that are proved anew; empty for all that is unproved.
-        of: the distribution that they are about, where only one is asked about.
-        everything: whether cases of what probes recognise are run afterwards, of these ids or of all.
+        current: the session of this process.
+        how: options for running reproducers.
+        ids: overlays to prove anew; empty for all that are unproved.
+        of: distribution of the overlays; None for all.
+        everything: whether to run also the cases of parts that probes recognise, of these ids or of all.
     """
     overlays = current.overlays
     with ending.by_exception(), ForkServers() as servers:
@@ -138,7 +138,7 @@ _IN_WORDS = {
 
 
 def _total(attempts: Sequence[Attempt]) -> str:
-    """Return how many parts there are of each answer."""
+    """Return the number of parts by verdict, in words."""
     asked = [each for each in attempts if not each.confirms]
     counts = Counter(attempt.verdict for attempt in asked if attempt.cases or not attempt.proved)
     return ", ".join(f"{counts[verdict]} {words}" for verdict, words in _IN_WORDS.items() if counts[verdict])

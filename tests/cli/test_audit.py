@@ -251,7 +251,7 @@ def test_an_id_stands_alone(
         cli.main(["audit", option, "double-fix"])
 
     assert ended.value.code == ExitCode.USAGE
-    assert "an ID stands alone" in capsys.readouterr().err
+    assert "an ID excludes --json" in capsys.readouterr().err
 
 
 # Output forms

@@ -616,7 +616,7 @@ def kept(index: Index, run: Run, tmp_path: Path) -> Path:
 def test_what_was_just_kept_is_in_step_and_the_same_bytes_again(kept: Path, run: Run) -> None:
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
 
-    assert run("--check", kept)[:2] == (0, f"{kept}: the kept matrix is what the probes say\n")
+    assert run("--check", kept)[:2] == (0, f"{kept}: the kept matrix agrees with the probes\n")
     assert run("--write", kept)[0] == 0
 
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == before

@@ -93,7 +93,7 @@ def test_a_plugin_is_written_with_what_is_next(scene: Scene) -> None:
         "pyproject.toml",
         "tests/test_clip_upper_bound.py",
     ]
-    assert "next: write what says TODO, the reproducer first" in done.stdout
+    assert "next: write the places that say TODO, the reproducer first" in done.stdout
     assert 'clip-upper-bound = "our_fixes.clip_upper_bound:OVERLAY"' in (scene.plugin / "pyproject.toml").read_text()
 
 
