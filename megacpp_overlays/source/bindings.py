@@ -1,13 +1,13 @@
 """Name binding: every place in a module that gives a name its value, or may give it another one.
 
 A probe that read a definition must know that the name means that definition when the code runs. So a form that cannot
-be followed, such as `exec`, counts as binding every name that it could reach: being wrong on that side installs
-nothing, being wrong on the other replaces code that nobody read.
+be followed, such as `exec`, counts as a binding of every name that it could reach. A binding too many installs nothing;
+a missed binding would replace code that no probe has read.
 
-What is followed: definitions, assignments of every kind, loops, `with`, `except`, `match`, imports, `del`, `global`,
-walruses out of comprehensions, `type` statements, attributes that are set on what a name means, and names as text:
-`setattr`, `globals()`, `vars()`, `__dict__`, `sys.modules`. A definition is itself among the bindings; whether it is
-decorated is asked of the definition.
+The analysis follows definitions, assignments of every kind, loops, `with`, `except`, `match`, imports, `del`, `global`,
+walruses out of comprehensions, `type` statements, attributes that are set on the object of a name, and names as text:
+`setattr`, `globals()`, `vars()`, `__dict__`, `sys.modules`. A definition is itself among the bindings; its decorators are
+in its own node.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ _SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 _RUNNERS = {"exec", "eval"}
 _NAMESPACES = {"globals", "locals", "vars"}
 _NAMED = {"setattr", "delattr"} | _RUNNERS | _NAMESPACES
-"""Built-in functions that this module is said to use wherever they are not called by these names."""
+"""Built-in functions that may bind any name where the module uses them other than in a call by these names."""
 _NAMESPACE_ATTRIBUTES = {"__globals__", "f_globals", "f_locals"}
 _READERS = {"get", "keys", "values", "items", "copy", "__getitem__", "__contains__"}
 _WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"}
 _INNARDS = {"__code__", "__defaults__", "__kwdefaults__", "__class__", "__bases__"}
-"""Attributes that change what a function or a class does, though its name means the same object."""
+"""Attributes that change the behaviour of a function or a class, though its name means the same object."""
 _EVERY_LOOKUP = "__getattribute__"
 
 
 class _Scope(NamedTuple):
-    """Where a statement stands."""
+    """Scope of a statement."""
 
     path: str | None
     """The qualified name of the class, empty for the module; None where names are local to a function."""
     at_import: bool
-    """Whether it runs when the module is executed."""
+    """Whether the statement runs when the module is executed."""
     receivers: Mapping[str, tuple[str, _Function]]
     """Names of the first parameters of the methods around it, with the class and the method."""
 
 
 class _Change(NamedTuple):
-    """A place that sets or deletes an attribute: of what, and where."""
+    """A place that sets or deletes an attribute, with the owner of the attribute and the scope."""
 
     node: ast.AST
     owner: ast.expr | None
-    """None where the name stands as text, and of what it is an attribute is not clear."""
+    """None where the name is a text whose owner is unknown."""
     scope: _Scope
     start: str = ""
-    """What the name begins with, where the rest of it is known to the running code alone."""
+    """Beginning of the name, where only the running code knows the rest."""
 
 
 class Bindings:
-    """What binds the names of one module, found in one walk over its syntax."""
+    """Bindings of the names of one module, found in one walk over its syntax."""
 
     def __init__(self, syntax: ast.Module) -> None:
         self._names: dict[tuple[str | None, str], list[ast.AST]] = defaultdict(list)
@@ -77,9 +77,9 @@ class Bindings:
             visit(self, node, scope)
 
     def of(self, symbol: str) -> list[ast.AST]:
-        """Return what binds a name of the module, or an attribute of one of its classes: `f`, `Layer.forward`.
+        """Return the nodes that bind a name of the module, or an attribute of one of its classes: `f`, `Layer.forward`.
 
-        A name is followed by itself: ask for `Layer`, too, where `Layer.forward` must be the one in its text.
+        The bindings of `Layer.forward` do not include those of `Layer`: ask for both where the method must be the one in the text.
         """
         owner, _, name = symbol.rpartition(".")
         found = [*self._names[owner, name], *self._everything]
@@ -91,29 +91,29 @@ class Bindings:
         return _in_order(found if owner else [*found, *self._whole_module])
 
     def anywhere(self, name: str) -> list[ast.AST]:
-        """Return what binds a name in any scope, sets an attribute of what it names, or has the name as text."""
+        """Return the nodes that bind a name in any scope, set an attribute of its object, or have the name as text."""
         local = [node for (path, bound), nodes in self._names.items() if path != "" and bound == name for node in nodes]
         return _in_order([*self.of(name), *local, *self._owners[name]])
 
     def changes(self, name: str) -> list[ast.AST]:
-        """Return what sets or deletes an attribute of what a name means, under that name."""
+        """Return the nodes that set or delete an attribute of a name's object, under that name."""
         return _in_order(self._owners[name])
 
     def definitions(self, symbol: str) -> list[Definition]:
-        """Return the classes and functions among what binds a symbol in its own scope."""
+        """Return the classes and functions among the bindings of a symbol in its own scope."""
         owner, _, name = symbol.rpartition(".")
         return [node for node in _in_order(self._names[owner, name]) if isinstance(node, Definition)]
 
     def _concerns(self, change: _Change, owner: str) -> bool:
-        """Return whether an attribute that is set may be one of a class, or of the module where `owner` is empty.
+        """Return whether a change may set an attribute of a class, or of the module where `owner` is empty.
 
-        An attribute of another class's instance is neither; one of an instance of the same class hides the method.
+        An attribute of another class's instance is neither. An attribute of an instance of the same class counts, because it hides the method.
         """
         held_by = _receiver(change)
         return held_by is None or (held_by == owner and bool(owner))
 
     def _may_concern(self, change: _Change, owner: str) -> bool:
-        """Return whether an attribute with a name that only the running code knows may be one of a class or module."""
+        """Return whether a change of an attribute whose name only the running code knows may concern a class or module."""
         if owner and (_receiver(change) == owner or _means(change.owner, owner)):
             return True
         return _receiver(change) is None and (change.scope.at_import or (not owner and self._finds_modules))
@@ -154,7 +154,7 @@ class Bindings:
             self._attributes[node.value].append(_Change(node, None, scope))
 
     def _visit_table(self, node: ast.Dict, scope: _Scope) -> None:
-        """A text as a key binds nothing until somebody writes the table to a namespace, which is found there."""
+        """Skip keys that are text: they bind nothing until code writes the table to a namespace, and that place is found."""
         self._push((key for key in node.keys if not isinstance(key, ast.Constant)), scope)
         self._push(node.values, scope)
 
@@ -170,7 +170,7 @@ class Bindings:
     def _visit_assignment(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign, scope: _Scope) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         self._push(targets, scope)
-        exports = all(_is_name(target, "__all__") for target in targets)  # names stand as text there
+        exports = all(_is_name(target, "__all__") for target in targets)  # names are text there
         self._push(_without_text(node.value) if exports else [node.value], scope)
         if isinstance(node, ast.AnnAssign):
             self._push(_without_text(node.annotation), scope)
@@ -228,7 +228,7 @@ class Bindings:
         by_text = isinstance(node.slice, ast.Constant)
         reads = isinstance(node.ctx, ast.Load)
         if reads or by_text:
-            self._followed.add(id(node.value))  # what is written under a text is found by that text
+            self._followed.add(id(node.value))  # a name that is written as text is found by that text
         if not reads and (ast.unparse(node.slice) == "__name__" or _is_of_modules(node)):
             self._whole_module.append(node)
         self._push([node.value] if reads and by_text else [node.value, node.slice], scope)
@@ -258,7 +258,7 @@ class Bindings:
         self._push([function, *below], scope)
 
     def _visit_namespace(self, name: str, node: ast.Call, scope: _Scope) -> None:
-        """Note names by name that are at hand for whatever is done with them."""
+        """Record a namespace that code has got as a dictionary, in which it may set any name."""
         if node.args:
             self._unnamed.append(_Change(node, node.args[0], scope))
         elif name == "globals" or scope.path == "":
@@ -267,7 +267,7 @@ class Bindings:
             self._unnamed.append(_Change(node, ast.Name(id=scope.path, ctx=ast.Load()), scope))
 
     def _visit_setter(self, node: ast.Call, scope: _Scope) -> list[ast.AST]:
-        """Note what `setattr` and its like set, and return what else is to be visited."""
+        """Record the attribute that a call such as `setattr` sets, and return the other nodes to visit."""
         given: list[ast.expr] = list(node.args)
         if isinstance(node.func, ast.Attribute) and len(given) < (3 if "set" in node.func.attr else 2):
             given.insert(0, node.func.value)  # asked of the object itself
@@ -281,7 +281,7 @@ class Bindings:
         return [each for each in (*node.args, *node.keywords) if each is not key]
 
     def _visit_update(self, node: ast.Call, scope: _Scope) -> bool:
-        """Return whether all names that this writes stand there as text or as keywords."""
+        """Return whether all names that this call writes are in it as text or as keywords."""
         names = node.args[0] if node.args else None
         for keyword in node.keywords:
             self._change(str(keyword.arg), keyword, None, scope)
@@ -307,7 +307,7 @@ class Bindings:
         self._push([*arguments, *getattr(node, "type_params", ()), *node.body], inner)
 
     def _visit_comprehension(self, node: _Comprehension, scope: _Scope) -> None:
-        """A walrus binds outside a comprehension, its loop variables do not; an attribute as one is set all the same."""
+        """Visit a comprehension. A walrus binds outside of it, its loop variables do not, and an attribute as loop variable is set."""
         for each in node.generators:
             self._push([each.target], scope._replace(path=None))
             self._push([each.iter, *each.ifs], scope)
@@ -350,13 +350,13 @@ class Bindings:
 
 
 def _start(key: ast.expr | None) -> str:
-    """Return the text that a formatted name begins with, whatever is formatted; empty for any other name."""
+    """Return the constant text at the start of a formatted name; empty for any other name."""
     first = key.values[0] if isinstance(key, ast.JoinedStr) and key.values else None
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
 
 
 def _receiver(change: _Change) -> str | None:
-    """Return the class whose instance, or whose class itself, a method sets an attribute of; None for anything else."""
+    """Return the class on which, or on whose instance, a method sets an attribute; None for any other owner."""
     owner = change.owner
     match owner:
         case ast.Attribute(value=ast.Name() as inner, attr="__class__" | "__dict__"):
@@ -397,5 +397,5 @@ def _arguments(args: ast.arguments) -> list[ast.arg]:
 
 
 def _without_text(value: ast.expr | None) -> list[ast.expr]:
-    """Return what may bind names in an annotation, where a text is a type, or in the value of `__all__`."""
+    """Return the nodes that may bind names in an annotation, where a text is a type, or in the value of `__all__`."""
     return [each for each in ast.walk(value) if isinstance(each, ast.NamedExpr | ast.Call)] if value is not None else []

@@ -1,4 +1,4 @@
-"""Text that a package ships, such as C++, compared by what it says and not by how it is laid out."""
+"""Comparison of shipped text files, such as C++, without comments and layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def at(file: ShippedFile | ModuleSource, mark: str, seen: str) -> Evidence:
 
 
 def plain(text: str) -> str:
-    """Return a text without comments and with single spaces: what it says, however it is laid out."""
+    """Return a text without comments and with single spaces, so that layout does not count."""
     return " ".join(_without_comments(text).split())
 
 
@@ -27,7 +27,7 @@ def _without_comments(text: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Return 16 hexadecimal digits of a text."""
+    """Return 16 hexadecimal digits of the SHA-256 of a text."""
     import hashlib  # noqa: PLC0415 - only where such a package is installed
 
     return hashlib.sha256(text.encode()).hexdigest()[:16]

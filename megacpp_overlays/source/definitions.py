@@ -1,4 +1,4 @@
-"""The one definition of a function or class in a module, and the words, calls, parameters and bound names in it."""
+"""Queries on syntax: the one definition of a function or class in a module, and the words, calls and bound names in code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Kind = TypeVar("_Kind", ast.FunctionDef, ast.ClassDef)
 
 
 def plain_function(source: ModuleSource, symbol: str) -> ast.FunctionDef | None:
-    """Return the one undecorated definition of a function or method, and None where the name means nothing.
+    """Return the one undecorated definition of a function or method, and None where the name is not bound.
 
     Raises:
-        SourceError: the name is bound, but not by exactly one plain `def` at its place; or the module may hand it on.
+        SourceError: the name is bound, but not by exactly one plain `def` at its place; or a hook of the module may provide it.
     """
     scope: list[ast.stmt] = source.syntax.body
     if "." in symbol:
@@ -28,10 +28,10 @@ def plain_function(source: ModuleSource, symbol: str) -> ast.FunctionDef | None:
 
 
 def plain_class(source: ModuleSource, symbol: str) -> ast.ClassDef | None:
-    """Return the one undecorated definition of a class, and None where the name means nothing.
+    """Return the one undecorated definition of a class, and None where the name is not bound.
 
     Raises:
-        SourceError: the name is bound, but not by exactly one plain `class` at its place; or the module may hand it on.
+        SourceError: the name is bound, but not by exactly one plain `class` at its place; or a hook of the module may provide it.
     """
     return _plain(source, symbol, source.syntax.body, ast.ClassDef)
 
@@ -69,7 +69,7 @@ def calls(node: ast.AST, name: str | None = None) -> list[ast.Call]:
 
 
 def ways_out(function: FunctionNode) -> Iterator[ast.AST]:
-    """Yield where a function returns, or hands on a value as a generator does, and not where a function in it does so."""
+    """Yield the `return` and `yield` nodes of a function, without those of functions inside of it."""
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop()
@@ -88,7 +88,7 @@ def called(call: ast.Call) -> str:
 
 
 def binders(syntax: ast.AST | Sequence[ast.AST], name: str) -> list[ast.AST]:
-    """Return what binds a name below a node, or below several, as a name and in whatever scope."""
+    """Return the nodes that bind a name below one node or several, in any scope."""
     nodes = [syntax] if isinstance(syntax, ast.AST) else syntax
     found = [each for node in nodes for each in ast.walk(node) if name in _bound(each)]
     return sorted(found, key=lambda each: (getattr(each, "lineno", 0), getattr(each, "col_offset", 0)))

@@ -1,6 +1,6 @@
 """Versions of installed distributions, as evidence for people; never a verdict, so nothing here raises.
 
-Version strings lie: four different trees of Megatron-Core all report 0.19.0. So the answer also says when the
+Version strings are not reliable: four different trees of Megatron-Core all report 0.19.0. So the text also says when the
 module does not come from the files of the distribution that reports the version.
 """
 
@@ -19,7 +19,7 @@ def version(distribution: str) -> str | None:
 
 
 def describe(distribution: str, module_file: str | None) -> str | None:
-    """Return the version of a distribution as it concerns one module file.
+    """Return the version of a distribution, and the place of a module file that is not part of it.
 
     Returns:
         `0.19.2` when the file lies where the distribution is installed; `0.19.2, but loaded from /src/x` or
@@ -34,7 +34,7 @@ def describe(distribution: str, module_file: str | None) -> str | None:
 
 
 def without_place(described: str | None) -> str | None:
-    """Return what `describe` said without the path in it, which honest hosts differ in."""
+    """Return the version in a text of `describe` without the path, which differs between hosts with the same code."""
     return (described or "").partition(",")[0] or None
 
 
@@ -42,8 +42,8 @@ def is_extra(distribution: str, package: str) -> bool:
     """Return whether a distribution asks for a package in an extra and not otherwise.
 
     Args:
-        distribution: that is installed.
-        package: its name as it is imported, or of its distribution.
+        distribution: an installed distribution.
+        package: import name of the package, or name of its distribution.
     """
     from importlib import metadata  # noqa: PLC0415 - not needed to arm
 
@@ -74,6 +74,6 @@ def _look_up(distribution: str) -> tuple[str | None, Path | None]:
 
 
 def _version_of(found: Any) -> str:
-    """Return the version of a distribution, by its line: to parse all of the metadata takes milliseconds."""
+    """Return the version of a distribution from its line in the metadata: to parse all of it takes milliseconds."""
     _, field, rest = (found.read_text("METADATA") or "").partition(_FIELD)
     return rest.partition("\n")[0].strip() if field else str(found.version)

@@ -1,7 +1,7 @@
-"""Trees that are read file by file: a folder, a wheel, a source distribution. No training process needs them.
+"""Source trees that are read file by file: a folder, a wheel, a source distribution. No training process needs them.
 
-The packages may lie at the top or below `src`. What is found is named by its path on this machine, or by its path in
-the tree where a `prefix` says so: then a probe says the same of one tree wherever it lies.
+The packages may lie at the top or below `src`. A file is named by its path on this machine, or by its path in the tree
+where a `prefix` is set: then the findings of a probe do not depend on the place of the tree.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Tree = TypeVar("_Tree", bound="FileTree")
 
 
 class FileTree(ABC):
-    """Files by their path in the tree; a context manager, since some trees hold something open."""
+    """Source tree with files by their path in the tree; a context manager, since some trees hold a file open."""
 
     prefix: str | Path = ""
-    """What is put in front of a path in the tree to name a file."""
+    """Prefix of a path in the tree in the name of a file."""
 
     @abstractmethod
     def read(self, path: str) -> bytes | None:
@@ -42,7 +42,7 @@ class FileTree(ABC):
         """Return whether there is such a folder."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
-        """Let go of what is open."""
+        """Close the open file, if any."""
 
     def __enter__(self: _Tree) -> _Tree:
         return self
@@ -79,9 +79,9 @@ class FileTree(ABC):
 
 
 class DirectoryTree(FileTree):
-    """A folder that holds top-level packages: a checkout, or an unpacked archive.
+    """Source tree of a folder with top-level packages: a checkout, or an unpacked archive.
 
-    Somebody else may have made it, so links are followed inside of it and not out of it, as in a commit of it.
+    It may be third-party data, so links are followed inside of it and not out of it, as in a commit of it.
     """
 
     def __init__(self, root: Path, *, prefix: str | None = None) -> None:
@@ -122,10 +122,10 @@ class DirectoryTree(FileTree):
 
 
 class BesideTree(FileTree):
-    """Two trees as one, as packages of two distributions lie side by side where both are installed."""
+    """Union of two trees, like the packages of two distributions that are installed in one environment."""
 
     def __init__(self, first: FileTree, second: FileTree) -> None:
-        """Lay one beside the other; what both have is the first one's. Neither is closed with it."""
+        """Combine two trees. The first one takes precedence for a file of both. Neither is closed with the union."""
         self._trees = (first, second)
 
     def read(self, path: str) -> bytes | None:
@@ -138,24 +138,24 @@ class BesideTree(FileTree):
 
 
 class ArchiveTree(FileTree):
-    """A wheel, read in place, or a source distribution, whose members cannot be had one by one.
+    """Source tree of a wheel, read in place, or of a source distribution, whose members cannot be read one by one.
 
-    What it claims is not believed: no more is inflated than files of source have, whatever is packed into it.
+    The sizes that an archive claims are not trusted: unpacking stops at the limits for source files.
     """
 
     newest: float | None
-    """When its newest file was written, in seconds since 1970 UTC; None where it does not say."""
+    """Time of its newest file, in seconds since 1970 UTC; None where the archive does not say it."""
     damage: str | None = None
-    """What of it could not be read, once that was tried: then what probes saw is not what was published."""
+    """Description of the member that could not be read, once a read failed: probes then did not see all of the published files."""
     _content: Callable[[str], bytes]
     _links: Collection[str] = ()
-    """Members of a source distribution that are links. What a wheel calls one is installed as a file with that text."""
+    """Members of a source distribution that are links. A link in a wheel is installed as a file with its text."""
 
     def __init__(self, path: Path, *, prefix: str | None = None) -> None:
         """Open an archive.
 
         Raises:
-            SourceError: it is neither, it is damaged, or it holds more than an archive of source does.
+            SourceError: the file is neither a wheel nor a source distribution, is damaged, or exceeds the limits for source.
         """
         self.prefix = path if prefix is None else prefix
         self._name = path.name
@@ -169,7 +169,7 @@ class ArchiveTree(FileTree):
         """Return a member, or None when there is no such member.
 
         Raises:
-            SourceError: it is damaged, or larger than a file of source is, or a link.
+            SourceError: the member is damaged, larger than the limit for a source file, or a link.
         """
         if path not in self._names:
             self._demand_no_link(path)
@@ -181,10 +181,10 @@ class ArchiveTree(FileTree):
             raise SourceError(self.damage) from error
 
     def has_folder(self, path: str) -> bool:
-        """Return whether there is a Python file below it.
+        """Return whether there is a Python file below a folder.
 
         Raises:
-            SourceError: it is a link.
+            SourceError: the folder is a link.
         """
         self._demand_no_link(path)
         return any(name.startswith(f"{path}/") and name.endswith(".py") for name in self._names)
@@ -204,7 +204,7 @@ class ArchiveTree(FileTree):
                 return
 
     def _demand_no_link(self, path: str) -> None:
-        """Raise where unpacking would put a link: it may lead anywhere, and what it leads to is not here under this name."""
+        """Raise where unpacking would create a link: it may lead anywhere, and its content is not in the archive under this name."""
         for place in (path, *map(str, PurePosixPath(path).parents)):
             if place in self._links:
                 self.damage = f"{self._name}: {place} is a link, which is not followed in an archive"
@@ -262,30 +262,34 @@ class ArchiveTree(FileTree):
 
 
 _MOST_INFLATED = 1 << 30
-"""Bytes of a source distribution, files of all kinds together."""
+"""Limit on the unpacked bytes of a source distribution, with files of all kinds."""
 _MOST_MEMBERS = 200_000
 _LATEST = 1 << 33
-"""In the year 2242. What says that it was written later says nothing."""
+"""Seconds since 1970, in the year 2242. A later time of a file is ignored."""
 
 
 class _TooLargeError(OSError):
-    """Raised for an archive that holds more than one of source does."""
+    """Raised for an archive that exceeds the limits for source."""
 
 
 _DAMAGE = (
     *(OSError, EOFError, ValueError, struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
-    *(NotImplementedError, RuntimeError),  # a compression that nobody has, a password, headers in headers in headers
+    *(NotImplementedError, RuntimeError),  # an unknown compression, a password, deeply nested headers
 )
 
 
 class _LimitedStream(io.RawIOBase):
-    """A stream that ends in an error where a source distribution would have ended long ago."""
+    """Stream with a limit on its length, far above that of a source distribution."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
 
     def read(self, size: int = -1) -> bytes:
-        """Return so many bytes; a header that claims to be larger than any file is none."""
+        """Return so many bytes.
+
+        Raises:
+            _TooLargeError: the size, which a header claims, is larger than any file, or the stream is too long.
+        """
         if not 0 <= size <= files.LARGEST:
             raise _TooLargeError("a header in it is larger than any file")
         self._check(self._stream.tell() + size)

@@ -1,4 +1,4 @@
-"""Findings and evidence in few words."""
+"""Short constructors for findings and evidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def broken(shape: str, *seen: Evidence) -> Finding:
 
 
 def absent(seen: str, source: ModuleSource | None = None) -> Finding:
-    """Return the finding where there is nothing to repair, with the module that was looked at."""
+    """Return the finding ABSENT, for a tree without code to repair, with the module that was read."""
     where = Evidence(seen=seen, file=source.path if source else None)
     return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(where,))
 
@@ -32,12 +32,12 @@ def unrecognised(*seen: Evidence) -> Finding:
 
 
 def unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceError:
-    """Return the error that a probe raises at something which no known form has; it is the evidence of its finding."""
+    """Return the error that a probe raises at code which no known form has; it is the evidence of its finding."""
     return SourceError(seen, file=source.path, line=getattr(node, "lineno", None))
 
 
 def finding_of(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
-    """Return the finding of a probe that another one builds on; what it raises is UNRECOGNISED, as the loader has it."""
+    """Return the finding of a probe that another one builds on; a SourceError becomes UNRECOGNISED, as in the loader."""
     try:
         return answer(probe, tree)
     except SourceError as error:

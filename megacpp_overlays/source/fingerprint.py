@@ -1,8 +1,8 @@
-"""Tell whether code is, statement for statement, code that was read before.
+"""Fingerprints of code: equal where two pieces of code agree statement for statement.
 
 A structural reason says why code is broken; it does not say that nothing else in it changed. A probe whose seam relies
 on the rest compares fingerprints as well, so that any edit of meaning ends in UNRECOGNISED. Comments, docstrings,
-layout and whatever differs between Python versions do not count.
+layout and differences between Python versions do not count.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def fingerprint(node: object) -> str:
 
 
 def digest(node: object) -> str:
-    """Return all 64 hexadecimal digits, of code that is none of upstream's: no table of fingerprints knows it."""
+    """Return all 64 hexadecimal digits, for code that is not upstream's: no table of fingerprints has it."""
     import hashlib  # noqa: PLC0415 - not needed to arm
 
     return hashlib.sha256(_text(node).encode()).hexdigest()
 
 
 def _text(node: object) -> str:
-    """Return a node as text: its type and its fields, as `repr` has tuples; texts of older versions of this package are the same."""
+    """Return a node as text: its type and its fields, in the form of `repr` for tuples, and as in older versions of this package."""
     if isinstance(node, list):
         return f"({_text(node[0])},)" if len(node) == 1 else f"({', '.join([_text(item) for item in node])})"
     if not isinstance(node, ast.AST):

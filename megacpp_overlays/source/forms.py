@@ -1,4 +1,4 @@
-"""Recorded forms: upstream code that was judged, known by the digests of the definitions that decide.
+"""Recorded forms: upstream code that was judged, recognised by the digests of the definitions that decide.
 
 A file in `recorded` has for each part of an overlay the places that its verdict rests on, and for each form of them the verdict, the
 trees that have it, and the digest of each place. The command `megacpp-overlays learn` writes it; code has no digests. A tree with the
@@ -8,7 +8,7 @@ A place is one of
 
     package.module:function       a definition, decorators included
     package.module:Class.method   the same, with the head of the class
-    package.module:Class          the head of a class: decorators, bases and what is set on it; its members are places of their own
+    package.module:Class          the head of a class: decorators, bases and attributes that are set on it; its members are places of their own
     package.module:Class*         all of a class
     package.module:name           how a module imports or assigns a name
     package.module:               all of a module
@@ -16,8 +16,8 @@ A place is one of
     package//path/of/file         a file that is no module, without comments and layout
     package//path/of/file#        the same, with them
 
-A definition that is bound twice or below a condition counts with the statements around it. Evidence may also stand at
-`package.module#words` or `package//path/of/file#words`: where these words are first in a text.
+A definition that is bound twice or below a condition counts with the statements around it. The place of evidence may also be
+`package.module#words` or `package//path/of/file#words`: the first place of these words in a text.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, ShippedFile, SourceTree, shipped
 
 FOLDER = Path(__file__).with_name("recorded")
-"""Has one file for each overlay or gate: a start that decides gates reads theirs alone."""
+"""Folder with one file for each overlay or gate: a start that decides gates reads theirs alone."""
 MISSING = "-"
 """Digest of a place that is not there."""
 ANY = "*"
 """Digest of a place that a verdict does not depend on."""
 _SHOWN = 4
-"""Places of a difference that are named."""
+"""Limit on the places that the text of a difference names."""
 
 
 class Form(NamedTuple):
@@ -52,13 +52,13 @@ class Form(NamedTuple):
     verdict: Verdict
     shape: str | None
     trees: tuple[str, ...]
-    """Releases that have it, and branch heads such as `main d98e8a64dd`."""
+    """Releases that have the form, and branch heads such as `main d98e8a64dd`."""
     seen: tuple[tuple[str, str], ...]
-    """Evidence, with the place of each; empty where it has none."""
+    """Evidence, with the place of each; an empty place where it has none."""
     repair: tuple[str, ...]
-    """For FIXED the places that hold the repair."""
+    """Places that hold the repair, for FIXED."""
     digests: tuple[str, ...]
-    """One for each place of the part."""
+    """One digest for each place of the part."""
 
 
 class FormRecord(NamedTuple):
@@ -69,14 +69,15 @@ class FormRecord(NamedTuple):
 
 
 def finding(overlay: str, target: Target, tree: SourceTree, without: Mapping[str, str] = {}) -> Finding:
-    """Return the verdict of the recorded form that a tree has, or ABSENT where nothing can have the defect.
+    """Return the verdict of the recorded form that a tree has, or ABSENT where the tree has no code that could have the defect.
 
     Args:
         overlay: the id.
-        target: of the part that is asked about.
-        tree: where source is read.
-        without: what has to be there for a defect, each with what is said where it is not: a place, such as `module:` for a module,
-            or `module#word` for a word that the text of a module must have. The module of the target is asked for first.
+        target: the target of the part.
+        tree: the tree that is read.
+        without: requirements of the defect, each with the evidence for ABSENT where it is missing. A requirement is a place, such as
+            `module:` for a module, or `module#word` for a word that the text of a module must have. The module of the target is
+            required first.
 
     Raises:
         SourceError: the tree has no recorded form.
@@ -106,27 +107,27 @@ def _unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceErr
 
 
 def _is_elsewhere(source: ModuleSource, target: Target) -> bool:
-    """Return whether a module may have the target from another one, so that its own text says nothing of it."""
+    """Return whether a module may have the target from another module, so that its own text does not decide."""
     name = target.symbol.partition(".")[0]
     bound = source.bindings.of(name) or source.bindings.of("__getattr__")
     return bool(bound) and not source.bindings.definitions(name)
 
 
 def known(overlay: str, target: Target, tree: SourceTree) -> Finding | None:
-    """Return the verdict of the recorded form that a tree has, None where it has none; for a probe that asks more than that."""
+    """Return the verdict of the recorded form that a tree has, or None; for a probe with further checks."""
     kept = _recorded(overlay, target)
     form = TreeDigests(tree).form(kept)
     return None if form is None else _finding(kept, form, tree)
 
 
 def _recorded(overlay: str, target: Target) -> FormRecord:
-    """Return the record of a part without the forms that this process is not to know; see `source.knowledge`."""
+    """Return the record of a part without the forms that a rehearsal hides from this process; see `source.knowledge`."""
     kept = record(overlay, target.module)
     return kept._replace(forms=tuple(each for each in kept.forms if knowledge.has(target.distribution, each.trees)))
 
 
 def difference(record: FormRecord, digests: TreeDigests) -> str:
-    """Return in words how a tree differs from the nearest recorded form."""
+    """Describe how a tree differs from the nearest recorded form."""
     if not record.forms:
         return "no form of it is recorded"
     others = [list(digests.differing(record.places, form)) for form in record.forms]
@@ -137,7 +138,7 @@ def difference(record: FormRecord, digests: TreeDigests) -> str:
 
 
 def span(trees: Sequence[str]) -> str:
-    """Return trees as few words: `0.19.0 to 0.19.2, main d98e8a64dd`."""
+    """Return trees as a short text: `0.19.0 to 0.19.2, main d98e8a64dd`."""
     releases, heads = [each for each in trees if " " not in each], [each for each in trees if " " in each]
     last = {each.partition(" ")[0]: each for each in heads}
     ends = [releases[0]] if len(releases) == 1 else [f"{releases[0]} to {releases[-1]}"] if releases else []
@@ -145,10 +146,10 @@ def span(trees: Sequence[str]) -> str:
 
 
 def _lacks(source: ModuleSource, needed: str) -> bool:
-    """Return whether a module has not what is needed of it: a word of its text, or a definition.
+    """Return whether a module lacks a requirement: a word of its text, or a definition.
 
     Raises:
-        SourceError: a name is not defined, and the module may have it otherwise, or mentions it.
+        SourceError: a name is not defined, and the module may bind it in another way, or mentions it.
     """
     _, _, symbol = needed.partition(":")
     if not symbol:
@@ -178,7 +179,7 @@ def _finding(record: FormRecord, form: Form, tree: SourceTree) -> Finding:
 
 
 def _ask_for(place: str, tree: SourceTree) -> None:
-    """Ask a tree for the names of a place, so that a `ReadingTree` knows that the finding rests on them."""
+    """Ask a tree for the names of a place, so that a `ReadingTree` records that the finding rests on them."""
     module, _, symbol = place.partition(":")
     if symbol in {"", "#"} or "//" in place or (source := tree.module(module)) is None:
         return
@@ -217,7 +218,7 @@ class TreeDigests:
         self._known: dict[str, str] = {}
 
     def of(self, place: str) -> str:
-        """Return the digest of a place; in words why it has none."""
+        """Return the digest of a place, or in words why it has none."""
         if place not in self._known:
             try:
                 self._known[place] = digest(self._tree, place)
@@ -226,18 +227,18 @@ class TreeDigests:
         return self._known[place]
 
     def differing(self, places: Iterable[str], form: Form) -> Iterator[str]:
-        """Yield the places that are others than in a form."""
+        """Yield the places that differ from a form."""
         for place, known in zip(places, form.digests, strict=True):
             if known != ANY and self.of(place) != known:
                 yield place
 
     def form(self, record: FormRecord) -> Form | None:
-        """Return the first form of a record in which every place is as here."""
+        """Return the first form of a record that agrees with this tree in every place, or None."""
         return next((each for each in record.forms if not any(self.differing(record.places, each))), None)
 
 
 class _PlainTree:
-    """The tree behind a `ReadingTree`, or a tree as it is."""
+    """Tree without the recording of a `ReadingTree`."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
@@ -278,7 +279,7 @@ def digest(tree: SourceTree, place: str) -> str:
 
 
 def _code(source: ModuleSource, symbol: str, *, whole: bool) -> object:
-    """Return the syntax that gives a name its meaning, which may be the `__getattr__` of a module; None where nothing does."""
+    """Return the syntax that binds a name, which may be the `__getattr__` of a module; None where there is none."""
     scope: Sequence[ast.stmt] = source.syntax.body
     parts = symbol.split(".")
     heads: list[object] = []
@@ -291,7 +292,7 @@ def _code(source: ModuleSource, symbol: str, *, whole: bool) -> object:
         if len(bound) > 1 or not isinstance(node, ast.ClassDef | FunctionNode) or node not in scope:
             outside = (
                 source.bindings.of(symbol) if depth < len(parts) else []
-            )  # what sets a member of a class that may be another
+            )  # nodes that set a member of a class that may be another one
             return [*heads, _statements(source, scope, [*bound, *outside])]
         if isinstance(node, ast.ClassDef):
             heads.append([node.decorator_list, node.bases, node.keywords])
@@ -302,14 +303,14 @@ def _code(source: ModuleSource, symbol: str, *, whole: bool) -> object:
 
 
 def _set_outside(source: ModuleSource, symbol: str, cls: ast.ClassDef) -> Iterator[ast.AST]:
-    """Yield what may set methods of a class outside of it, such as an assignment in a function that gets the class."""
+    """Yield the nodes that may set methods of a class outside of it, such as an assignment in a function that gets the class."""
     inside = {id(each) for each in ast.walk(cls)}
     for name in sorted({each.name for each in cls.body if isinstance(each, FunctionNode)}):
         yield from (each for each in source.bindings.of(f"{symbol}.{name}") if id(each) not in inside)
 
 
 def _statements(source: ModuleSource, scope: Sequence[ast.stmt], bound: Sequence[ast.AST]) -> object:
-    """Return the statements of a scope that bind a name; of an import of one name where from."""
+    """Return the statements of a scope that bind a name; for an import of one name its origin."""
     if len(bound) == 1 and isinstance(bound[0], ast.alias):
         from megacpp_overlays.source.readings import origin_of  # noqa: PLC0415 - not needed to arm
 
@@ -326,13 +327,13 @@ def overlays() -> list[str]:
 
 
 def file_of(overlay: str) -> Path:
-    """Return the file with the record of an overlay or a gate; most have one."""
+    """Return the path of the file with the record of an overlay or a gate; most have one."""
     return FOLDER / f"{overlay}.json"
 
 
 @functools.cache
 def read(overlay: str) -> Mapping[str, Any]:
-    """Return what is recorded of an overlay by the module of each part, as its file has it; nothing where it has no file."""
+    """Return the recorded forms of an overlay by the module of each part, as in its file; empty where it has no file."""
     import json  # noqa: PLC0415 - not needed to arm
 
     file = file_of(overlay)
@@ -347,7 +348,7 @@ def record(overlay: str, module: str) -> FormRecord:
 
 
 def parsed(data: Mapping[str, Any]) -> FormRecord:
-    """Return the forms of a part from what the file has of it."""
+    """Return the forms of a part from the data of its file."""
     return FormRecord(tuple(data["places"]), tuple(map(_form, data["forms"])))
 
 

@@ -1,7 +1,7 @@
-"""Knowledge of a day that has passed, for rehearsals: the newest release of which this process remembers anything.
+"""Cut-off of recorded knowledge, for rehearsals: the newest release whose records this process uses.
 
-MEGACPP_KNOWN_UNTIL=megatron-core=0.18.2 leaves out of every record what is newer, or of no release, as on the day before 0.19.0.
-It takes knowledge away and gives none, so nothing can be installed by it that would not be.
+MEGACPP_KNOWN_UNTIL=megatron-core=0.18.2 leaves out of every record the trees that are newer, or of no release, as on the day before
+0.19.0. It removes knowledge and adds none, so it never installs an overlay that would not be installed without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PUBLISHED = Path(__file__).with_name("published.json")
 
 
 def has(distribution: str, trees: Iterable[str]) -> bool:
-    """Return whether one of these trees is remembered: a release that is not too new, or any where nothing is forgotten.
+    """Return whether one of these trees is known: a release that is not newer than the cut-off, or any tree without a cut-off.
 
     Raises:
         SettingsError: see `until`.
@@ -37,7 +37,7 @@ def has(distribution: str, trees: Iterable[str]) -> bool:
 
 @functools.cache
 def until() -> dict[str, Version]:
-    """Return the newest release of each distribution of which something is remembered; empty where nothing is forgotten.
+    """Return the newest known release of each distribution with a cut-off; empty where there is no cut-off.
 
     Raises:
         SettingsError: the variable has another form, or names a distribution that is not known.
@@ -61,13 +61,13 @@ def until() -> dict[str, Version]:
 
 
 def distributions() -> set[str]:
-    """Return the distributions of which releases are known byte for byte."""
+    """Return the distributions whose releases are known byte for byte."""
     return {each.partition(" ")[0] for each in published()}
 
 
 @functools.cache
 def published() -> dict[str, dict[str, str]]:
-    """Return the digests of published releases as `PUBLISHED` has them; see `source.published`."""
+    """Return the digests of published releases in `PUBLISHED`; see `source.published`."""
     import json  # noqa: PLC0415 - not needed to arm
 
     found: dict[str, dict[str, str]] = json.loads(PUBLISHED.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Code matched by example: a pattern is code with holes.
+"""Syntax patterns: code with holes that matches other code.
 
     $x     one expression, one statement, or one name (of a function, an attribute, a parameter, an argument)
     $$x    any number of statements, arguments or parameters, none included
@@ -38,21 +38,21 @@ class Match:
         self._holes = holes
 
     def __getitem__(self, name: str) -> ast.AST:
-        """Return what `$name` holds; a name is given as an `ast.Name`."""
+        """Return the node that `$name` holds; a name is given as an `ast.Name`."""
         held = self._holes[name]
         if not isinstance(held, ast.AST):
             raise KeyError(f"${name} holds any number of things: ask for many({name!r})")
         return held
 
     def many(self, name: str) -> list[ast.AST]:
-        """Return what `$$name` holds; parameters are given as `ast.arg`."""
+        """Return the nodes that `$$name` holds; parameters are given as `ast.arg`."""
         held = self._holes[name]
         if not isinstance(held, list):
             raise KeyError(f"${name} holds one thing")
         return [each[1] if isinstance(each, tuple) else each for each in held]
 
     def text(self, name: str) -> str:
-        """Return what `$name` holds as code."""
+        """Return the code of the node that `$name` holds."""
         return ast.unparse(self[name])
 
 
@@ -94,7 +94,7 @@ class Pattern:
 
 
 def _matches(pattern: object, code: object, holes: _Holes) -> Iterator[_Holes]:
-    """Yield every way in which code fits a pattern, given what its holes hold already."""
+    """Yield every way in which code fits a pattern, given the present content of its holes."""
     if (name := _one(pattern, code)) is not None:
         yield from _hold(name, ast.Name(code) if isinstance(code, str) else code, holes)
     elif isinstance(pattern, list | tuple) and isinstance(code, list | tuple):

@@ -1,8 +1,8 @@
-"""Published releases, byte for byte: a digest of all Python files of a package tells a release from an edited tree.
+"""Published releases, byte for byte: a digest of all Python files of a package distinguishes a release from an edited tree.
 
-A repair that was read counts as proved in a published release. In any other tree a caller, a flag or a configuration may no
-longer lead to the same text. `published.json` has a digest for each release of each package that an overlay is about, and
-for the heads of branches that were read; `scripts/known_findings.py` writes it.
+A recorded repair counts as proved in a published release. In any other tree a caller, a flag or a configuration may no
+longer lead to the same text. `published.json` has a digest for each release of each package with a target, and for the heads
+of branches that were read; `scripts/known_findings.py` writes it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megacpp_overlays.source.trees import SourceTree, readable
 
 FILE = knowledge.PUBLISHED
 _DEPTHS = {"torch": 3}
-"""Of distributions with thousands of files, some of which only builds for some GPUs have: how many names the packages that are digested have at most."""
+"""Maximal depth of the digested packages, in names, for distributions with thousands of files, some of which are only in builds for some GPUs."""
 _MODULES = {"transformers"}
-"""Distributions of thousands of models, of which a loaded process is compared in the modules of targets alone."""
+"""Distributions of thousands of models. Only the modules of targets are compared with the loaded code."""
 
 
 def package_of(target: Target) -> str:
@@ -33,26 +33,26 @@ def package_of(target: Target) -> str:
 
 
 def surroundings_of(target: Target) -> str:
-    """Return the package around a target that is compared with what is loaded: the first name, or less where that is thousands of files."""
+    """Return the package around a target that is compared with the loaded code: the first name, or less where that is thousands of files."""
     if target.distribution in _MODULES:
         return target.module
     return package_of(target) if target.distribution in _DEPTHS else target.module.partition(".")[0]
 
 
 def key_of(target: Target) -> str:
-    """Return the name in `published.json` of the package that a target is in: its distribution, and `megatron-core megatron.training` for another one of it."""
+    """Return the key in `published.json` for the package of a target: its distribution, or `megatron-core megatron.training` for a second package of it."""
     package, named = package_of(target), target.distribution.replace("-", ".")
     return f"{target.distribution} {package}" if "." in package and package != named else target.distribution
 
 
 def release_of(target: Target, tree: SourceTree) -> str | None:
-    """Return the release that the package of a target is, or None where its files are those of none that is known.
+    """Return the release of the package of a target, or None where its files are those of no known release.
 
-    A second package of a distribution, as `megatron.training`, calls the main one, here `megatron.core`: the files of both must be those of one release.
-    torch has no main one.
+    A second package of a distribution, such as `megatron.training`, calls the main one, here `megatron.core`: the files of both must be those of one release.
+    torch has no main package.
 
     Args:
-        target: of an overlay.
+        target: the target of an overlay.
         tree: an `InstalledTree`.
 
     Raises:
@@ -69,7 +69,7 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
 
 def _releases_of(key: str, package: str, module: str, tree: SourceTree) -> list[str]:
     """Return the releases whose files are those of an installed package, which is found by one of its modules."""
-    if (source := readable(tree, module)) is None:  # a release in which there is no such module
+    if (source := readable(tree, module)) is None:  # a release without this module
         module = package
         source = readable(tree, module)
     if source is None or not Path(source.path).is_absolute():
@@ -81,7 +81,7 @@ def _releases_of(key: str, package: str, module: str, tree: SourceTree) -> list[
 
 
 def has_releases_of(distribution: str) -> bool:
-    """Return whether releases of a distribution are told from edited trees."""
+    """Return whether releases of a distribution can be distinguished from edited trees."""
     return distribution in knowledge.distributions()
 
 
@@ -101,7 +101,7 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
 
 @functools.cache
 def digest_of_folder(folder: str) -> str:
-    """Return the digest of what is in a folder, read once a process: 500 files take 30 ms."""
+    """Return the digest of the Python files in a folder, read once a process: 500 files take 30 ms."""
     files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names if name.endswith(".py"))
     return digest((path[len(folder) + 1 :].replace(os.sep, "/"), _content(path)) for path in files)
 

@@ -1,10 +1,10 @@
-"""ReadingTree: record the definitions that a probe asks for, so that the running process can be held against them.
+"""Recording of the definitions that a probe asks for, so that they can be compared with the running process.
 
 A probe reads text. Its finding is true of a process only while the names that it read still lead to the code in that text.
-What a probe asks of `ModuleSource.find`, `Bindings.of` and `Bindings.definitions` is recorded by module and symbol:
+`ReadingTree` records the calls of `ModuleSource.find`, `Bindings.of` and `Bindings.definitions` by module and symbol:
 
     function    the line of its definition, and how many wrappers its decorators explain
-    class       that it is this class; its methods count where the probe asked for them by name
+    class       the class itself; its methods count where the probe asked for them by name
     import      a name that the module takes from another one with `from ... import`
 
 Names that a module assigns, and names that are not there, are no readings: they lead to no code of their own.
@@ -29,20 +29,20 @@ def first_line(node: Definition) -> int:
 
 
 def wrappers(node: FunctionNode) -> int:
-    """Return how many wrappers the decorators of a definition explain."""
+    """Return the number of wrappers that the decorators of a definition explain."""
     names = (getattr(decorator, "id", None) for decorator in node.decorator_list)
     return sum(name not in _DESCRIPTORS for name in names)
 
 
 class ReadingTree:
-    """A source tree that records which definitions are asked for."""
+    """Source tree that records the definitions that are asked for."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
         self._sources: dict[str, tuple[_RecordedSource, dict[str, None]]] = {}
 
     def module(self, name: str) -> ModuleSource | None:
-        """Return the source of a module, which records what it is asked for."""
+        """Return the source of a module, which records the requested symbols."""
         if name not in self._sources:
             source = self._tree.module(name)
             if source is None:
@@ -56,7 +56,7 @@ class ReadingTree:
         return shipped(self._tree, package, path)
 
     def readings(self) -> tuple[Reading, ...]:
-        """Return what was asked for so far, in order."""
+        """Return the readings of all requests so far, in order."""
         return tuple(
             reading
             for _, (source, asked) in sorted(self._sources.items())
@@ -66,7 +66,7 @@ class ReadingTree:
 
 
 class _RecordedSource(ModuleSource):
-    """The source of a module; parsed and hashed by the source that it stands for."""
+    """Recording source of a module; the wrapped source parses and hashes it."""
 
     def __init__(self, source: ModuleSource, asked: dict[str, None]) -> None:
         super().__init__(source.name, source.path, source.text)
@@ -85,24 +85,24 @@ class _RecordedSource(ModuleSource):
 
     @functools.cached_property
     def bindings(self) -> Bindings:
-        """What binds the names of the module; what is asked of it is recorded."""
+        """Bindings of the names of the module, which record the requested symbols."""
         return _RecordedBindings(self.plain.bindings, self._asked)
 
 
 class _RecordedBindings(Bindings):
-    """Bindings that were found already; records the symbols that they are asked for."""
+    """Copy of existing bindings that records the requested symbols."""
 
     def __init__(self, bindings: Bindings, asked: dict[str, None]) -> None:
         vars(self).update(vars(bindings))
         self._asked = asked
 
     def of(self, symbol: str) -> list[ast.AST]:
-        """Return what binds a symbol, and record it."""
+        """Return the nodes that bind a symbol, and record the symbol."""
         self._asked[symbol] = None
         return super().of(symbol)
 
     def definitions(self, symbol: str) -> list[Definition]:
-        """Return the definitions of a symbol, and record it."""
+        """Return the definitions of a symbol, and record the symbol."""
         self._asked[symbol] = None
         return super().definitions(symbol)
 
@@ -119,7 +119,7 @@ def _readings(source: _RecordedSource, symbol: str) -> Iterator[Reading]:
 
 
 def _imported(source: ModuleSource, symbol: str) -> Iterator[Reading]:
-    """Yield where the module takes a name from, if a statement at its top level imports it."""
+    """Yield the reading of a name that a statement at the module's top level imports."""
     for statement in source.syntax.body:
         if isinstance(statement, ast.ImportFrom):
             for alias in statement.names:

@@ -1,16 +1,17 @@
-"""Tables of repairs that were read, for probes of plugins: FIXED is said of a tree that has one of them, all of it.
+"""Tables of recorded repairs, for probes of plugins: a tree that has all of one of them is FIXED.
 
-Probes of this package have their forms on record instead (`source.forms`). A probe keeps a table of the trees that it was read in.
-Each names the bodies that hold the repair and those that it goes through on its way: the caller that passes an argument, the helper that is called, the name that a module imports. An edit
-in any of them can bring the defect back with the repair in plain sight, so each is compared as a whole: a definition
-with its decorators, the head of its class and the names of its members, and how the module binds every name that it
-uses, the functions among them and what those use included. What differs anywhere looks repaired at best, and is UNRECOGNISED.
+Probes of this package use recorded forms instead (`source.forms`). A probe keeps a table of the trees in which a repair was read. Each
+row names the code that holds the repair and the code that the repair depends on: the caller that passes an argument, the helper that is
+called, the name that a module imports. An edit in any of them can bring the defect back although the repair is still there, so each
+is compared as a whole: a definition with its decorators, the head of its class and the names of its members, and the module's
+bindings of every name that it uses, including the functions among them and the names that those use. A tree that differs anywhere looks
+repaired at best, and is UNRECOGNISED.
 
     _PLACES = (
         "package.module:function",
         "package.module:Class.method",
         "package.module:imported_name",
-        "package.module:*attribute",  # every definition in whose text this word stands
+        "package.module:*attribute",  # every definition whose text has this word
         "package.other:",  # the whole module
     )
     _REPAIRED = table(_PLACES, {"0.8.5": "0123456789abcdef 123456789abcdef0 23456789abcdef01 - 3456789abcdef012"})
@@ -37,7 +38,7 @@ _NOT_THERE = "-"
 
 
 def table(places: Sequence[str], trees: Mapping[str, str]) -> Repairs:
-    """Return repairs that go through the same places: by tree the fingerprint of each, `-` where it has no such thing."""
+    """Return the table of repairs with the same places: by tree the fingerprint of each place, `-` where the tree does not have it."""
     return {read_in: dict(zip(places, bodies.split(), strict=True)) for read_in, bodies in trees.items()}
 
 
@@ -49,16 +50,16 @@ def judged(
     texts: Mapping[str, str] = {},
     bodies: Sequence[Body] = (),
 ) -> Finding:
-    """Return FIXED where everything that a repair goes through is as it was read, else that it looks repaired.
+    """Return FIXED where all places of a repair are as in a recorded tree, else UNRECOGNISED that looks repaired.
 
     Args:
-        tree: what is asked about.
-        repairs: what was read.
-        seen: what made the probe look here.
-        places: where the repair must be, for one that was read nowhere yet.
+        tree: the tree to judge.
+        repairs: the table of recorded repairs.
+        seen: evidence that made the probe look for a repair.
+        places: places of a repair that no tree is recorded for yet.
         texts: fingerprints of whole modules by the first 16 digits of the hash of their text, as released: to parse
-            them and to hash what was parsed takes twenty times as long.
-        bodies: what is held against the live process, if not all that was compared.
+            them and to hash the syntax takes twenty times as long.
+        bodies: definitions to compare with the live process; by default all compared places.
     """
     found = {
         where: _by_text(tree, where, texts) or meaning(tree, where)
@@ -86,7 +87,7 @@ def _by_text(tree: SourceTree, where: str, texts: Mapping[str, str]) -> str | No
 
 
 def meaning(tree: SourceTree, where: str) -> str:
-    """Return the fingerprint of a place of a table, `-` where there is no such thing, or in words why it has none."""
+    """Return the fingerprint of a place of a table, `-` where the tree does not have it, or in words why it has none."""
     module, _, symbol = where.partition(":")
     try:
         source = tree.module(module)
@@ -113,7 +114,7 @@ def _bodies(tree: SourceTree, places: Iterable[str]) -> list[Body]:
 
 
 def _mentioning(source: ModuleSource, word: str) -> list[str]:
-    """Return the functions, methods and classes of a module in whose text a word stands, the whole module as an empty name."""
+    """Return the functions, methods and classes of a module whose text has a word; an empty name for the whole module."""
     lines = [number for number, line in enumerate(source.text.splitlines(), 1) if re.search(rf"\b{word}\b", line)]
     return list(dict.fromkeys(name for line in lines for name in _around(source.syntax.body, line)))
 
@@ -129,7 +130,7 @@ def _around(body: Sequence[ast.stmt], line: int) -> list[str]:
 
 
 class _Reader:
-    """Reads what definitions of one module mean."""
+    """Reader of the fingerprints of one module's definitions."""
 
     def __init__(self, source: ModuleSource) -> None:
         self._source = source
@@ -137,13 +138,14 @@ class _Reader:
         self._starts = [_place(each) for each in self._body]
 
     def meaning(self, symbol: str) -> str:
-        """Return the fingerprint of a definition together with what it stands in and how the names in it are bound.
+        """Return the fingerprint of a definition with its enclosing classes and the bindings of the names in it.
 
-        Of a name that the module imports or assigns, it is the one of the statements that bind it; of an empty one, that
-        of the module.
+        For a name that the module imports or assigns, it is the fingerprint of the statements that bind it; for an empty
+        name, that of the module.
 
         Raises:
-            SourceError: there is one, and it does not stand alone.
+            SourceError: the name is bound more than once, below a condition or by no definition, or a method of a class is set
+                outside of the class.
         """
         if not symbol:
             return fingerprint([each for each in self._body if not is_docstring(each)])
@@ -162,7 +164,7 @@ class _Reader:
         return fingerprint([node, heads, members, *self._used(read), *bindings.changes(symbol)])
 
     def _used(self, nodes: Sequence[ast.AST]) -> Iterator[object]:
-        """Yield the names of the module that code uses with what binds them, and the functions among that, and what those use."""
+        """Yield the module's names that code uses, each with its bindings; functions among the bindings are followed in the same way."""
         waiting, said = list(nodes), set[str]()
         while waiting:
             for name in sorted(_global_names([waiting.pop()]) - said):
@@ -188,10 +190,10 @@ class _Reader:
         return found
 
     def _check_members(self, symbol: str, cls: ast.ClassDef) -> None:
-        """Check that nothing outside of a class sets a method of it.
+        """Check that no code outside of a class sets a method of it.
 
         Raises:
-            SourceError: something may.
+            SourceError: such code may set one.
         """
         for name in {each.name for each in cls.body if isinstance(each, FunctionNode)}:
             for each in self._source.bindings.of(f"{symbol}.{name}"):
@@ -200,9 +202,9 @@ class _Reader:
                     raise SourceError(f"{symbol}.{name} is set outside of its class", file=self._source.path, line=line)
 
     def _bound(self, name: str) -> list[object]:
-        """Return what binds a name of the module: a class by its name, anything else at the module's level as a statement.
+        """Return the bindings of a module's name: a class by its name, any other one at the module's level as a statement.
 
-        Inside of definitions it is the mere node that counts: those that matter are read by themselves.
+        A binding inside of a definition is the node alone: definitions that matter are read by themselves.
         """
         found: list[object] = []
         for node in self._source.bindings.of(name):
@@ -227,7 +229,7 @@ def _global_names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _place(node: ast.AST) -> tuple[int, int]:
-    """Return where a node begins, its decorators included."""
+    """Return the line and column at which a node begins, with its decorators."""
     decorators = [each.lineno for each in getattr(node, "decorator_list", ())]
     if decorators:
         return min(decorators), 0

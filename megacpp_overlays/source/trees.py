@@ -6,7 +6,7 @@ One probe serves three callers because all of them hand it a `SourceTree`:
     DirectoryTree   an unpacked tree or a source checkout     } both in `file_trees`,
     ArchiveTree     a wheel or a source distribution on disk  } which nothing at run time imports
 
-Packages are located by asking the finders of the import system level by level, which runs no upstream code, while
+Packages are located by asking the finders of the import system level by level. That runs no upstream code, while
 `importlib.util.find_spec("a.b.c")` would execute `a` and `a.b`.
 """
 
@@ -35,21 +35,21 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _Answer = TypeVar("_Answer")
 
 MOST_TEXT = 512 * 1024
-"""Characters of a text that a probe reads at most. The longest module that one was ever asked about has 240,000."""
+"""Limit on the characters of a text that a probe reads. The longest module that a probe has read so far has 240,000."""
 MOST_WORDS = 128 * 1024
-"""Words and signs of a text that a probe reads at most, as `_words` counts them.
+"""Limit on the words and signs of a text that a probe reads, as `_words` counts them.
 
-The longest module that a probe was ever asked about has 51,000 of them (`dynamic_context` of Megatron's main of
-2026-08-22), the longest of any release in the matrix 67,000 (`context_parallel` of Transformer Engine 2.20).
+The longest module that a probe has read so far has 51,000 of them (`dynamic_context` of Megatron's main of 2026-08-22),
+the longest of any release in the matrix 67,000 (`context_parallel` of Transformer Engine 2.20).
 
-Every walk of a probe goes over text that has no more, so this bounds the time that an import waits for it. How deeply
-code is nested is bounded by the interpreter, which raises where it is too deep.
+The limit bounds every walk of a probe, and so the time that an import waits for it. The interpreter bounds the nesting of
+code, and raises where it is too deep.
 """
 _TOO_DEEP = "is nested too deeply to be read"
 
 
 class ModuleSource:
-    """The text of one module, with the few questions that probes ask of it."""
+    """Source of one module: its text, syntax tree, bindings and definitions."""
 
     def __init__(self, name: str, path: str, text: str) -> None:
         self.name = name
@@ -77,12 +77,12 @@ class ModuleSource:
             raise SourceError(f"{self.path}:{error.lineno}: cannot be parsed: {error.msg}") from error
         except ValueError as error:  # a null byte
             raise SourceError(f"{self.path}: cannot be parsed: {error}") from error
-        except (RecursionError, MemoryError) as error:  # the second is what the parser says of its own stack
+        except (RecursionError, MemoryError) as error:  # the parser raises MemoryError for its own stack
             raise SourceError(f"{self.path}: {_TOO_DEEP}") from error
 
     @functools.cached_property
     def bindings(self) -> Bindings:
-        """What binds the names of the module.
+        """Bindings of the names of the module.
 
         Raises:
             SourceError: see `syntax`.
@@ -95,10 +95,10 @@ class ModuleSource:
         """Return the one definition of a qualified name such as `Layer.forward`.
 
         Returns:
-            None when nothing gives the name a meaning.
+            None when no statement binds the name.
 
         Raises:
-            SourceError: the name is defined or bound more than once, so the text alone cannot say what is live; or it is
+            SourceError: the name is defined or bound more than once, so the text alone cannot show the live binding; or it is
                 bound by something else than a definition, such as an import, so its meaning is in another text.
         """
         found: ast.ClassDef | FunctionNode | None = None
@@ -118,15 +118,15 @@ class ModuleSource:
         return found
 
     def defined(self, symbol: str) -> FunctionNode | None:
-        """Return the one function or method that is defined under a name, whatever else may set the name when code runs.
+        """Return the one function or method that is defined under a name, ignoring other code that may set the name at run time.
 
-        For those who hold the live object against it; `function` is for those who have the text alone.
+        It is for callers that compare the definition with the live object; `function` is for callers that have the text alone.
 
         Returns:
-            None where nothing is defined under the name, or a class is.
+            None where the name has no definition, or is a class.
 
         Raises:
-            SourceError: it is defined more than once.
+            SourceError: the name is defined more than once.
         """
         found: ast.AST | None = None
         name = ""
@@ -139,10 +139,10 @@ class ModuleSource:
         return found if isinstance(found, FunctionNode) else None
 
     def check_missing(self, symbol: str) -> None:
-        """Check that a name which is not defined means nothing here: that no import, no star and no hook gives it.
+        """Check that a name without a definition is not bound here by an import, a star import or a module's `__getattr__`.
 
         Raises:
-            SourceError: something may.
+            SourceError: such code may bind the name.
         """
         binds = [*self.bindings.of(symbol), *([] if "." in symbol else self.bindings.of("__getattr__"))]
         if binds:
@@ -159,7 +159,7 @@ def check_length(path: str, text: str) -> None:
     """Check that a text is short enough for a probe to walk over it.
 
     Raises:
-        SourceError: it is not.
+        SourceError: the text is too long.
     """
     if len(text) > MOST_TEXT:
         raise SourceError(f"{path} has {len(text):,} characters, more than the {MOST_TEXT:,} that a probe reads")
@@ -168,13 +168,13 @@ def check_length(path: str, text: str) -> None:
 
 
 _IN_WORDS = bytes(each for each in range(256) if each >= 128 or chr(each).isalnum() or chr(each) in "_ \t\n\v\f\r")
-"""What stands in words and between them; every other byte is a sign."""
+"""Bytes of words and of white space; every other byte is a sign."""
 
 
 def _words(text: str) -> int:
-    """Return how many words and signs a text has at most, comments included, in a millisecond for 150,000 characters.
+    """Return an upper bound on the words and signs of a text, comments included, in a millisecond for 150,000 characters.
 
-    Its syntax has no more nodes than a small multiple of that, and to count those takes twenty times as long.
+    The nodes of the syntax are at most a small multiple of it; to count them would take twenty times as long.
     """
     raw = text.encode(errors="replace")
     return len(raw.split()) + 2 * len(raw.translate(None, _IN_WORDS))  # a sign may end a word
@@ -191,14 +191,14 @@ def parameters(function: FunctionNode) -> tuple[str, ...]:
 
 
 class ShippedFile(NamedTuple):
-    """The text of a file that a package ships beside its modules, such as the C++ that it was built from."""
+    """Text of a file that a package ships in addition to its modules, such as its C++ source."""
 
     path: str
     text: str
 
 
 class SourceTree(Protocol):
-    """Anything that can hand out module sources by dotted name."""
+    """Provider of module sources by dotted name."""
 
     def module(self, name: str) -> ModuleSource | None:
         """Return the source of a module, or None when there is no such module here.
@@ -210,7 +210,7 @@ class SourceTree(Protocol):
 
 @runtime_checkable
 class ShippingTree(SourceTree, Protocol):
-    """A tree that also hands out files which are no modules."""
+    """Source tree that also provides files which are no modules."""
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
         """Return a file by its path in the folder of a package, or None when it or the package is not here.
@@ -224,8 +224,7 @@ def shipped(tree: SourceTree, package: str, path: str) -> ShippedFile | None:
     """Return a file that a package ships, by its path in the folder of the package; None when there is none.
 
     Raises:
-        SourceError: the file cannot be read, or is longer than anything that a probe reads; or this tree knows modules
-            only.
+        SourceError: the file cannot be read, or is longer than a text that a probe reads; or this tree has modules only.
     """
     if not isinstance(tree, ShippingTree):
         raise SourceError(f"{package}/{path}: {type(tree).__name__} hands out modules only")
@@ -236,7 +235,7 @@ def shipped(tree: SourceTree, package: str, path: str) -> ShippedFile | None:
 
 
 class InstalledTree:
-    """The packages of this interpreter. A loaded module answers with the file that it was loaded from."""
+    """Source tree of this interpreter's packages. For a loaded module it reads the file that the module was loaded from."""
 
     def module(self, name: str) -> ModuleSource | None:
         """Return the source of an importable module; imports nothing."""
@@ -259,17 +258,17 @@ class InstalledTree:
 
 
 def _attribute(loaded: object, name: str) -> Any:
-    """Return what a loaded module says of itself, or None; one that is asleep is not woken, and a proxy may not raise."""
+    """Return an attribute of a loaded module, or None, without loading a lazy module; errors of a proxy are ignored."""
     try:
         return object.__getattribute__(loaded, name)
-    except Exception:  # noqa: BLE001 - whatever stands in the place of a module
+    except Exception:  # noqa: BLE001 - any object may be in the place of a module
         return None
 
 
 def _search_path(parents: list[str]) -> list[str]:
-    """Return the folders in which modules of a package are looked for, and import nothing on the way.
+    """Return the folders in which the import system searches modules of a package; imports nothing.
 
-    Editable installs and `pkgutil.extend_path` decide that level by level, so each level is asked.
+    Editable installs and `pkgutil.extend_path` decide it level by level, so each level is asked.
     """
     folders = list(sys.path)
     for depth in range(1, len(parents) + 1):
@@ -287,10 +286,14 @@ def _search_path(parents: list[str]) -> list[str]:
 
 
 def _no_folders(name: str, folders: Sequence[str]) -> list[str]:
-    """Return that a package is in none of these folders, once it is sure that it is not there and cannot be read."""
+    """Return no folders for a package that is in none of these folders.
+
+    Raises:
+        SourceError: one of the folders has an entry of the package's name that cannot be read.
+    """
     last = name.rpartition(".")[2]
     for folder in folders:
-        # Most of what is asked for when the session is armed is nowhere, and this says so with two system calls.
+        # Most packages that are searched when the session is armed are not installed; two system calls show that.
         if os.path.isdir(folder) and not os.path.lexists(os.path.join(folder, last)):
             continue
         if _is_there(path := Path(folder, last)) and not path.is_dir():
@@ -299,7 +302,7 @@ def _no_folders(name: str, folders: Sequence[str]) -> list[str]:
 
 
 def _found_by_finders(name: str, folders: Sequence[str] | None) -> ModuleSource | None:
-    """Return a module that is at no known place in a folder: one on its own, of an editable install, of an archive.
+    """Return a module that is in none of the package's folders: a top-level one, one of an editable install, one of an archive.
 
     Raises:
         SourceError: a finder has it, but not as a file of Python source.
@@ -321,7 +324,7 @@ def _found_by_finders(name: str, folders: Sequence[str] | None) -> ModuleSource 
 def find_spec(
     name: str, path: Sequence[str] | None, target: ModuleType | None, *, but: object = None
 ) -> ModuleSpec | None:
-    """Ask the finders of the import system for a module, as an import does."""
+    """Return the spec of a module from the finders of the import system, as an import does; None where no finder has it."""
     for finder in sys.meta_path:
         ask = getattr(finder, "find_spec", None)  # the import system, too, passes by a finder without it
         if finder is not but and ask is not None and (spec := ask(name, path, target)) is not None:
@@ -333,12 +336,12 @@ _asking = threading.local()
 
 
 def _look_for_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Ask the finders for a module whose parents need not be imported, and let none of them import those.
+    """Return the spec of a module whose parents need not be imported, and keep the finders from importing them.
 
     Raises:
-        SourceError: no finder knows the module, and one failed when it was asked.
-        ImportError: no finder knows it, and one wanted its parents.
-        KeyError: the same.
+        SourceError: no finder knows the module, and one failed.
+        ImportError: no finder knows the module, and one needs its parents.
+        KeyError: as ImportError.
     """
     parent = name.rpartition(".")[0]
     failure: Exception | None = None
@@ -349,7 +352,7 @@ def _look_for_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     try:
         for finder in list(sys.meta_path):
             if type(finder).__module__.partition(".")[0] == "wrapt" and parent and parent not in sys.modules:
-                continue  # its hooks would import the parents of a watched module, which no import system asks it to do
+                continue  # its hooks would import the parents of a watched module, which the import system does not ask for
             try:
                 if (ask := getattr(finder, "find_spec", None)) is not None and (
                     spec := ask(name, path, None)
@@ -357,7 +360,7 @@ def _look_for_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
                     return cast("ModuleSpec", spec)
             except (ImportError, KeyError) as error:
                 failure = failure or error
-            except Exception as error:  # noqa: BLE001 - somebody's finder must not stop an import of ours
+            except Exception as error:  # noqa: BLE001 - a third-party finder must not stop an import of this package
                 failure = SourceError(f"{type(finder).__qualname__} does not say where {name} is: {error!r}")
     finally:
         _asking.parents = before
@@ -367,12 +370,12 @@ def _look_for_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def refuse_parents(name: str) -> None:
-    """Refuse to find what a finder imports that was only asked; for whoever comes first on `sys.meta_path`.
+    """Refuse the import of a parent package by a finder that was asked for a spec; for the first finder on `sys.meta_path`.
 
     The finders of some tracers call `importlib.util.find_spec`, which imports all parents of a module.
 
     Raises:
-        ModuleNotFoundError: it is a parent of what this thread asks for.
+        ModuleNotFoundError: the module is a parent of the module that this thread searches.
     """
     if name in getattr(_asking, "parents", ()):
         raise ModuleNotFoundError(f"{name} is only looked for, and not imported for that", name=name)
@@ -387,7 +390,7 @@ def readable(tree: SourceTree, name: str) -> ModuleSource | None:
 
 
 class CachedTree:
-    """A tree that reads each file and parses each module once; for decisions that are taken together."""
+    """Source tree that reads each file and parses each module once; for decisions that are taken together."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
@@ -408,17 +411,17 @@ class CachedTree:
         return self._shipped[package, path]
 
     def answer(self, ask: Callable[[SourceTree], _Answer]) -> _Answer:
-        """Return what a probe said of this tree; see `answer`."""
+        """Return the answer of a probe about this tree; see `answer`."""
         if id(ask) not in self._answers:
             self._answers[id(ask)] = ask, ask(self)
         return cast("_Answer", self._answers[id(ask)][1])
 
 
 class ParsedOnce:
-    """A tree that reads a file whenever it is asked, and parses it anew only where its text is another one.
+    """Source tree that reads a file on each request, and parses it anew only where its text has changed.
 
     Several probes ask for one module, each when its own target is imported. A syntax tree is many times as large as its
-    text, so the last few are kept, and none behind an audit.
+    text, so only the last few are kept, and none after an audit.
     """
 
     KEPT = 12
@@ -428,7 +431,7 @@ class ParsedOnce:
         self._kept: dict[str, ModuleSource] = {}
 
     def module(self, name: str) -> ModuleSource | None:
-        """Return the source of a module as it is now, parsed already where it was asked for before."""
+        """Return the present source of a module; an unchanged one is parsed already."""
         found, kept = self._tree.module(name), self._kept.pop(name, None)
         if found is None:
             return None
@@ -440,16 +443,16 @@ class ParsedOnce:
         return kept
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
-        """Return a file as it is now."""
+        """Return the present text of a file."""
         return self._tree.shipped(package, path)
 
     def forget(self) -> None:
-        """Keep nothing of what was parsed."""
+        """Drop all parsed modules."""
         self._kept.clear()
 
 
 def answer(ask: Callable[[SourceTree], _Answer], tree: SourceTree) -> _Answer:
-    """Return what a probe says of a tree; a tree that remembers asks each probe once, also for one that builds on it."""
+    """Return the answer of a probe about a tree; a `CachedTree` asks each probe once, also for probes that build on it."""
     return tree.answer(ask) if isinstance(tree, CachedTree) else ask(tree)
 
 
@@ -457,7 +460,7 @@ _COMPILED_SUFFIXES = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 
 
 def _module_file(folder: Path, name: str) -> Path | None:
-    """Return the file that a module is loaded from, source before what was compiled, or None when there is none."""
+    """Return the file that a module is loaded from, source before compiled files, or None when there is none."""
     stems = (folder / name / "__init__", folder / name)
     for suffix in (*SOURCE_SUFFIXES, *_COMPILED_SUFFIXES):
         for stem in stems:
@@ -467,7 +470,7 @@ def _module_file(folder: Path, name: str) -> Path | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether there is a file, or something that may be one and cannot be looked at: a link that leads nowhere."""
+    """Return whether a path is a file, or may be one and cannot be read, such as a link that leads nowhere."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -477,7 +480,7 @@ def _is_there(path: Path) -> bool:
 
 
 def leads_nowhere(path: Path) -> bool:
-    """Return whether a path, or a folder on its way, is a link without an end: to itself, or to what is gone."""
+    """Return whether a path, or a folder on its way, is a broken link: to itself, or to a file that is gone."""
     return any(os.path.islink(each) and not os.path.exists(each) for each in (path, *path.parents))
 
 
@@ -505,10 +508,10 @@ def _read_python(name: str, path: Path) -> ModuleSource:
 
 
 def decoded(path: str, raw: bytes) -> str:
-    """Return the text of a Python file, as its first lines say that it is encoded.
+    """Return the text of a Python file, decoded by the encoding that its first lines declare.
 
     Raises:
-        SourceError: it is not encoded so.
+        SourceError: the file cannot be decoded.
     """
     try:
         return importlib.util.decode_source(raw)
