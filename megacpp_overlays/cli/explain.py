@@ -1,4 +1,4 @@
-"""`megacpp-overlays explain ID`: one overlay from its declaration, the kept matrix and files, with nothing imported."""
+"""`megacpp-overlays explain ID`: explain one overlay from its declaration, the kept matrix and files, with nothing imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megacpp-overlays matrix [TARGET]`: every probe over every release of its target, importing nothing of them."""
+"""`megacpp-overlays matrix [TARGET]`: run every probe over every release of its target, and import nothing of them."""
 
 from __future__ import annotations
 

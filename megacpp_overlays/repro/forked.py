@@ -44,7 +44,7 @@ MORE_MODULES_ON_CPU = (
     "torch.utils.cpp_extension",
     fork_server.EAGER,
 )
-"""Modules of a process that sees no GPU, and the switch to eager mode. Where there is a GPU, some of them may ask CUDA for devices, and then no copy can use one."""
+"""Modules of a process that sees no GPU, and the switch to eager mode. With a GPU some of them may ask CUDA for devices, and then no copy can use one."""
 PRELOADED = frozenset({"torch"})
 """Distributions that these modules import and that have targets of overlays. Their cases run in copies that have `MODULES` alone."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

@@ -118,7 +118,8 @@ def _answer(rank: int, count: int, run: Callable[[int], Mapping[str, object]], f
 def _keep_inherited_groups() -> None:
     """Keep the process groups of the parent process alive: the destructor of a group waits for its threads, which a fork does not have.
 
-    Some are in garbage that was not collected yet. Megatron's `destroy_model_parallel` leaves some in its globals, and the next `initialize_model_parallel` drops them.
+    Some are in garbage that was not collected yet. Megatron's `destroy_model_parallel` leaves some in its globals, and the next
+    `initialize_model_parallel` drops them.
     """
     gc.freeze()
     if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
