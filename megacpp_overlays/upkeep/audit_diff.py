@@ -1,7 +1,7 @@
-"""The difference of two kept audits: what changed between two runs.
+"""The difference of two kept audits: the changes between two runs.
 
-Unlike ranks that must agree, two runs may differ on purpose, so every change is told and not only its cause: another
-version, and the decision that came of it. Paths, reasons and evidence are words and no changes.
+Ranks must agree, but two runs may differ on purpose. So every change is listed and not only its cause: another
+version, and the decision that followed from it. Paths, reasons and evidence are text and do not count as changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_OVERLAY = ("version", "source_sha256", "overlay_sha256", "verdict", "shape",
 
 
 class Change(NamedTuple):
-    """One thing that is not what it was."""
+    """One field whose value differs between two audits."""
 
     subject: str
     """Id of an overlay, or `megacpp_overlays`."""
@@ -37,7 +37,7 @@ def read(path: Path) -> Mapping[str, Any]:
     """Return the audit in a JSON file: `audit().as_dict()`, by itself or under a key of its own, or a receipt.
 
     Raises:
-        AuditFileError: there is none, or it has a form that this version does not know.
+        AuditFileError: the file has no audit, or one whose schema this version does not know.
     """
     try:
         data = json_text.parse(path.read_text(encoding="utf-8"))
@@ -62,10 +62,10 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def check_page_fields(audit: Mapping[str, Any], path: Path) -> None:
-    """Hold the fields of an audit that a page shows and a comparison does not need against their types.
+    """Check the types of the fields that a page shows and a comparison does not need.
 
     Raises:
-        AuditFileError: one is missing or of another type; the text names it.
+        AuditFileError: a field is missing or of another type; the message names it.
     """
     for name in ("version", "mode"):
         if not isinstance(audit.get(name), str):
@@ -99,15 +99,15 @@ def _audit_in(data: object) -> Mapping[str, Any] | None:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Return what changed from one audit to another, the package first. The order of decisions does not matter."""
+    """Return the changes from one audit to another, the package first. The order of decisions does not matter."""
     return (*_of_package(before, after), *_of_overlays(before, after))
 
 
 def _of_package(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    # What only one of them tells, as a receipt tells more than an audit, cannot have changed.
-    for what in _OF_PACKAGE:
-        if what in before and what in after and before[what] != after[what]:
-            yield Change("megacpp_overlays", what, _text(before[what]), _text(after[what]))
+    # A field that only one of them has is no change: a receipt has more fields than an audit.
+    for field in _OF_PACKAGE:
+        if field in before and field in after and before[field] != after[field]:
+            yield Change("megacpp_overlays", field, _text(before[field]), _text(after[field]))
     shared = before.get("versions", {}).keys() & after.get("versions", {}).keys()
     for name in sorted(shared):
         if before["versions"][name] != after["versions"][name]:
@@ -121,18 +121,18 @@ def _of_overlays(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
         if old is None or new is None:
             yield Change(key[0], f"decision on {key[1]}", _decision(old), _decision(new))
             continue
-        for what in _OF_OVERLAY:
-            if what in old and what in new and _value(what, old) != _value(what, new):
-                yield Change(key[0], what, _value(what, old), _value(what, new))
+        for field in _OF_OVERLAY:
+            if field in old and field in new and _value(field, old) != _value(field, new):
+                yield Change(key[0], field, _value(field, old), _value(field, new))
 
 
 def _decision(decision: Mapping[str, Any] | None) -> str | None:
     return None if decision is None else str(decision["decision"])
 
 
-def _value(what: str, decision: Mapping[str, Any]) -> str | None:
-    value = _text(decision[what])
-    return without_place(value) if what == "version" else value
+def _value(field: str, decision: Mapping[str, Any]) -> str | None:
+    value = _text(decision[field])
+    return without_place(value) if field == "version" else value
 
 
 def _text(value: object) -> str | None:
@@ -142,6 +142,6 @@ def _text(value: object) -> str | None:
 
 
 def is_hidden(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return whether fingerprints differ: something changed in a part that an audit leaves out."""
+    """Return whether the fingerprints differ, which shows a change in data that an audit leaves out."""
     prints = before.get("fingerprint"), after.get("fingerprint")
     return None not in prints and prints[0] != prints[1]

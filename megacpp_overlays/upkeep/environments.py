@@ -1,9 +1,9 @@
-"""The environment that holds a lock, found and checked against it.
+"""The search for the environment that holds a lock, and the check of its content against the lock.
 
     FOLDER/NAME/bin/python    NAME is the lane of the lock, or the name of its file; `make .envs/NAME/.ready` makes it
     FOLDER/../.venv           for the lane `dev`
 
-That an environment has the name of a lane says nothing: it is asked what it holds, in a process of its own.
+The name of an environment is no proof of its content, so a process of its interpreter lists the installed distributions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ print(json.dumps({
 """
 _SECONDS = 60.0
 _MOST = 6
-"""Differences that are named; the rest is counted."""
+"""Maximum number of differences that are named; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,28 @@ class Environment:
     """An interpreter whose environment holds a lock."""
 
     lock: Lock
-    """With the pins that apply there."""
+    """The lock, with the pins that apply in the environment."""
     python: Path
 
 
 def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None) -> Environment:
     """Return the environment that holds a lock.
 
-    Distributions that the lock does not name are all right, such as this project.
+    Distributions that the lock does not name are allowed, such as this project.
 
     Args:
-        lock: what it must hold.
-        folder: where environments are; `.envs` below the working directory if not given.
-        python: its interpreter; it is not looked for then.
+        lock: the lock that the environment must hold.
+        folder: the folder of environments; `.envs` below the working directory if not given.
+        python: the interpreter of the environment; no search takes place then.
 
     Raises:
-        LockError: there is none, or the one that is there is not what the lock says; the text says how they differ,
+        LockError: there is no environment, or the present one differs from the lock; the message lists the differences
             and the way out.
     """
     places = [python] if python else list(dict.fromkeys(_places(lock, folder or FOLDER)))
-    places = [place.absolute() for place in places]  # and no link is followed: that is how an environment is known
+    places = [
+        place.absolute() for place in places
+    ]  # without resolving links, because the path of the link identifies the environment
     there = [place for place in places if place.is_file()]
     if not there:
         looked = ", ".join(map(str, places))
@@ -91,19 +93,19 @@ def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None) ->
     place, (_, found) = next(iter(compared.items()))
     more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
     raise LockError(
-        f"{lock.path}: the environment of {place} is not what this lock says: {'; '.join(found[:_MOST])}{more}; "
+        f"{lock.path}: the environment of {place} differs from this lock: {'; '.join(found[:_MOST])}{more}; "
         f"{_way_out(lock)}"
     )
 
 
 def compare(lock: Lock, python: Path) -> tuple[Lock, list[str]]:
-    """Return the lock with the pins that apply in an environment, and how the environment differs from it."""
+    """Return the lock with the pins that apply in an environment, and the differences of the environment from it."""
     try:
         facts = _ask(python)
     except subprocess.TimeoutExpired:
-        return lock, [f"it does not say within {_SECONDS:g} seconds what it holds"]
+        return lock, [f"it does not list its distributions within {_SECONDS:g} seconds"]
     except (OSError, ValueError) as error:
-        return lock, [f"it does not say what it holds: {error}"]
+        return lock, [f"it does not list its distributions: {error}"]
     try:
         lock = lock.within(facts["markers"])
     except LockError as error:
@@ -145,7 +147,7 @@ def _ask(python: Path) -> Mapping[str, Any]:
 
 
 def _of_python(lock: Lock, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the Python differs from the one of the lock, or from all that a lock for any platform is for."""
+    """Yield the difference of the Python from the lock's Python; a lock for any platform allows newer versions."""
     here: str = facts["python"]
     if lock.python is None:
         return
@@ -157,7 +159,7 @@ def _of_python(lock: Lock, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_platform(lock: Lock, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the machine differs from a platform such as `x86_64-manylinux_2_28`, machine and system."""
+    """Yield the differences in machine, system and glibc from a platform such as `x86_64-manylinux_2_28`."""
     if lock.platform in {None, ANY}:
         return
     machine, _, system = lock.platform.partition("-")

@@ -1,6 +1,6 @@
-"""Evidence from an environment: what the probes read, what the loader decides, what the reproducers show.
+"""Evidence from an environment: the findings of the probes, the decisions of the loader, the results of the reproducers.
 
-A case that this host cannot run may have been run elsewhere: a kept receipt of the same versions counts as well.
+A kept receipt of the same versions counts as well, because a case that this host cannot run may have run elsewhere.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from megacpp_overlays.upkeep.locks import Lock
 TIMEOUT = 900.0
 """Seconds for one process of a reproducer."""
 _LOOK = 300.0
-"""Seconds for a look that measures nothing: probes, and the import of every target."""
+"""Time limit in seconds of a process that measures nothing: probing, or importing every target."""
 _MOST_CASES = 8
-"""Cases of an overlay for which time is left."""
+"""Number of cases per overlay that the time limit of `witness` allows for."""
 _MARGIN = 60.0
-"""Seconds that are left to the runner around the two processes of a case."""
+"""Seconds allowed for the runner in addition to the two processes of a case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedPart:
-    """What the probe of one part of an overlay read."""
+    """The finding of the probe of one part of an overlay."""
 
     module: str
     target: str
-    """With the symbol in the module."""
+    """The target, including the symbol in the module."""
     distribution: str
     version: str | None
-    """Of the distribution; None where it is not installed."""
+    """Version of the distribution; None where it is not installed."""
     verdict: Verdict
     shape: str | None
     evidence: str
     has_seams: bool
-    """Whether the overlay declares seams for the shape, a gate advice."""
+    """Whether the overlay declares seams for the shape; for a gate, whether it declares advice."""
     gate: bool = False
-    """Whether there is nothing to install."""
+    """Whether this is a gate, which installs nothing."""
     opt_in: bool = False
-    """Whether it is off until somebody switches it on; its reproducer does."""
+    """Whether the overlay is off by default; its reproducer switches it on."""
     beside: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    """Versions of what a gate is also about."""
+    """Versions of the other distributions that a gate concerns."""
     left_alone: str | None
-    """Why it declares none, where it says so."""
+    """The declared reason for having no seams, where there is one."""
     looks_repaired: bool = False
-    """Whether it has the structure of a repair that nobody read, and no witness of it counts."""
+    """Whether the code has the structure of a repair that no person has read, with no valid witness of it."""
     can_be_proved: bool = False
-    """Whether it is not recognised, and `megacpp-overlays witness` can decide what it is."""
+    """Whether the code is not recognised and `megacpp-overlays witness` can decide its verdict."""
 
 
 class HasTargets(Protocol):
-    """What is about some parts of an overlay: a case, or what is known of one."""
+    """Protocol of a case, or of the record of one, that concerns some parts of an overlay."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -74,16 +74,16 @@ class HasTargets(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What the probes of an overlay read in an environment."""
+    """The findings of an overlay's probes in an environment."""
 
     overlay: str
     parts: tuple[ProbedPart, ...]
     due: bool
-    """Whether its retirement condition holds there."""
+    """Whether the overlay's retirement condition holds in the environment."""
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict over all parts, as a reproducer has it."""
+        """The verdict over all parts, combined as for a reproducer."""
         return verdict_of(self.parts)
 
     @property
@@ -98,12 +98,12 @@ class ProbeReport:
 
     @property
     def evidence(self) -> str:
-        """What was seen in the telling parts, as one line."""
+        """The evidence of the telling parts, as one line."""
         return "; ".join(dict.fromkeys(part.evidence for part in self.telling))
 
     @property
     def versions(self) -> Mapping[str, str | None]:
-        """Version by distribution that it is about."""
+        """The versions of the distributions that the overlay concerns."""
         return {
             name: version
             for part in self.parts
@@ -112,11 +112,11 @@ class ProbeReport:
 
     @property
     def is_gate(self) -> bool:
-        """Whether there is nothing to install."""
+        """Whether this is a gate, which installs nothing."""
         return all(part.gate for part in self.parts)
 
     def with_reasons(self, unproved: Mapping[tuple[str, str], str]) -> ProbeReport:
-        """Return the same with the reasons why parts that look repaired were not proved, as `witness` returns them."""
+        """Return a copy with the reasons of `witness` why parts that look repaired were not proved."""
         parts = []
         for part in self.parts:
             why = unproved.get((self.overlay, part.module)) or unproved.get((self.overlay, ""))
@@ -125,7 +125,7 @@ class ProbeReport:
         return dataclasses.replace(self, parts=tuple(parts))
 
     def within(self, case: HasTargets) -> ProbeReport:
-        """Return the same of the parts alone that a case is about."""
+        """Return a copy with only the parts that a case concerns."""
         return dataclasses.replace(self, parts=tuple(part for part in self.parts if _is_about(case, part)))
 
 
@@ -134,7 +134,7 @@ def _is_about(case: HasTargets, part: ProbedPart) -> bool:
 
 
 class PartDecision(NamedTuple):
-    """What the loader decided about one part of an overlay, when its target was imported."""
+    """The loader's decision about one part of an overlay, made when the target was imported."""
 
     target: str
     decision: Decision
@@ -146,40 +146,40 @@ class KeptReceipt:
     """A kept receipt that counts as evidence."""
 
     log: str
-    """Its path in the folder of packs."""
+    """Path of the log, relative to the folder of packs."""
     said: Mapping[str, frozenset[Sentinel]]
-    """What it claims, by case."""
+    """The claimed sentinels, by case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """What one case of a reproducer said."""
+    """The result of one case of a reproducer."""
 
     name: str
     device: str
     said: tuple[Conclusion, ...]
     targets: tuple[str, ...] = ()
-    """Modules of the parts that it is about; empty means every part."""
+    """Modules of the parts that the case concerns; empty means every part."""
 
     @property
     def sentinels(self) -> frozenset[Sentinel]:
-        """What was said, without the reasons."""
+        """The sentinels of the conclusions, without the reasons."""
         return frozenset(each.sentinel for each in self.said)
 
 
 def uncovered(parts: Iterable[ProbedPart], cases: Iterable[HasTargets]) -> tuple[str, ...]:
-    """Return the modules of the parts that no case is about, each once.
+    """Return the modules of the parts that no case concerns, each once.
 
     Args:
-        parts: those that need evidence.
-        cases: those that gave it, here or by receipt.
+        parts: the parts that need evidence.
+        cases: the cases that gave evidence, here or by receipt.
     """
     cases = tuple(cases)
     return tuple(dict.fromkeys(part.module for part in parts if not any(_is_about(case, part) for case in cases)))
 
 
 def probe(environment: Environment) -> Mapping[str, ProbeReport]:
-    """Return what the probes read, by overlay id; nothing of upstream is imported.
+    """Return the findings of the probes, by overlay id; no upstream code is imported.
 
     Raises:
         UpkeepError: this package does not run in that environment.
@@ -197,10 +197,10 @@ def probe(environment: Environment) -> Mapping[str, ProbeReport]:
 
 
 def probe_all(environment: Environment, ids: Collection[str]) -> Mapping[str, ProbeReport]:
-    """Return what the probes of overlays read, by overlay id; see `probe`.
+    """Return the findings of the probes, by overlay id, after a check that the given overlays are among them; see `probe`.
 
     Raises:
-        UpkeepError: this package does not run in that environment, or knows other overlays there.
+        UpkeepError: this package does not run in that environment, or an overlay is unknown there.
     """
     found = probe(environment)
     if missing := [each for each in ids if each not in found]:
@@ -209,16 +209,16 @@ def probe_all(environment: Environment, ids: Collection[str]) -> Mapping[str, Pr
 
 
 def witness(environment: Environment, packs: Path, ids: Sequence[str], timeout: float) -> Mapping[tuple[str, str], str]:
-    """Prove in an environment what looks repaired there of some overlays, and keep that for it.
+    """Prove in an environment the parts of overlays that look repaired, and keep the proofs for this environment.
 
     Args:
-        environment: where.
-        packs: where the reproducers are.
-        ids: of the overlays.
+        environment: the environment.
+        packs: the folder of the reproducers.
+        ids: ids of the overlays.
         timeout: seconds for one case.
 
     Returns:
-        Why a part was not proved, by the id of the overlay and the module of the part.
+        The reason why each unproved part was not proved, by the id of the overlay and the module of the part.
     """
     arguments = ["witness", str(packs.resolve()), str(timeout), *ids]
     asked = other_python.ask(environment.python, arguments, _MOST_CASES * len(ids) * timeout + _MARGIN)
@@ -228,10 +228,10 @@ def witness(environment: Environment, packs: Path, ids: Sequence[str], timeout: 
 
 
 def pre_flight(environment: Environment) -> Mapping[str, tuple[PartDecision, ...]]:
-    """Import every target that is installed, and return what was decided, by overlay id.
+    """Import every installed target in a process, and return the loader's decisions, by overlay id.
 
     Raises:
-        UpkeepError: the process did not come to an end of its own, or said nothing.
+        UpkeepError: the process did not end by itself, or printed no audit.
     """
     text, ended = other_python.output(environment.python, ["-m", "megacpp_overlays", "audit", "--json"], _LOOK)
     audit = _last_audit(text)
@@ -252,16 +252,16 @@ def reproduce(
     timeout: float = TIMEOUT,
     progress: Callable[[str], object] = lambda line: None,
 ) -> tuple[CaseResult, ...]:
-    """Run the cases of an overlay, each without it and then with every overlay; return what each of them said.
+    """Run the cases of an overlay, each without it and then with every overlay, and return their results.
 
     A case that takes too long, dies or cannot be run at all is FAILED, with the reason.
 
     Args:
-        environment: where.
-        pack: where the cases are.
-        overlay_id: which cases of the pack.
+        environment: the environment.
+        pack: the pack of the cases.
+        overlay_id: the overlay whose cases run.
         timeout: seconds for one process; a case has two.
-        progress: gets a line when a case begins, and one when it has ended.
+        progress: receives a line when a case begins, and one when it has ended.
 
     Raises:
         PackError: the reproducer cannot be loaded.
@@ -286,14 +286,14 @@ def _run_case(environment: Environment, pack: inventory.Pack, case: Case, timeou
 
 
 def receipts_for(probed: ProbeReport, pack: inventory.Pack, lock: Lock) -> tuple[KeptReceipt, ...]:
-    """Return the kept receipts that say something about an overlay on what a lock pins, the newest first.
+    """Return the kept receipts that count as evidence about an overlay on the versions of a lock, the newest first.
 
-    That is a receipt of the reproducer as it is now, whose log is as it was kept, in which nothing failed, which ran
-    on the released distributions and not on a tree or a stand-in, in the version that the lock pins for each target
-    of the overlay, and for torch.
+    A receipt counts if it is of the present reproducer, its log is unchanged and nothing in it failed. It must have run on
+    the released distributions, not on a tree or a stand-in, in the version that the lock pins for each target of the
+    overlay, and for torch.
 
     Raises:
-        ManifestError: the manifest beside the pack cannot be read.
+        ManifestError: the manifest next to the pack cannot be read.
     """
     folder = pack.folder.parent
     entry = manifest.entry_of(manifest.read(folder), pack.number)
@@ -312,7 +312,7 @@ def receipts_for(probed: ProbeReport, pack: inventory.Pack, lock: Lock) -> tuple
 
 
 def _same_versions(stamped: Mapping[str, str], probed: ProbeReport, lock: Lock) -> bool:
-    """Return whether a receipt was made with the versions of a lock; what both do not know of torch does not differ."""
+    """Return whether a receipt was made with the versions of a lock; a torch version that either lacks is no difference."""
     for distribution in probed.versions:
         pinned = lock.version(distribution)
         if pinned is None or not _same(stamped.get(distribution), pinned):
@@ -322,7 +322,7 @@ def _same_versions(stamped: Mapping[str, str], probed: ProbeReport, lock: Lock) 
 
 
 def _same(stamped: str | None, pinned: str) -> bool:
-    """Return whether two versions are one: a stamp also says which CUDA torch was built for, a lock may not."""
+    """Return whether two versions are equal; the lock may omit the CUDA build of torch, which the stamp includes."""
     try:
         one, other = Version(stamped or ""), Version(pinned)
     except InvalidVersion:
@@ -337,7 +337,7 @@ def _is_as_kept(folder: Path, receipt: Mapping[str, Any]) -> bool:
 
 
 def _last_audit(text: str) -> dict[str, Any] | None:
-    """Return the audit in what a process printed; upstream may have printed before it."""
+    """Return the last audit in the output of a process; upstream may have printed text before the audit."""
     decoder = json.JSONDecoder()
     starts = [0, *(index + 1 for index, letter in enumerate(text) if letter == "\n")]
     for start in reversed(starts):
@@ -351,5 +351,5 @@ def _last_audit(text: str) -> dict[str, Any] | None:
 def _cannot_look(environment: Environment, problem: str) -> UpkeepError:
     return UpkeepError(
         f"{environment.lock.path}: cannot look into the environment of {environment.python}: {problem}; "
-        "its lock must pin what this package needs: wrapt, importlib-metadata and packaging"
+        "its lock must pin the dependencies of this package: wrapt, importlib-metadata and packaging"
     )

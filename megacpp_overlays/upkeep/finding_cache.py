@@ -1,13 +1,13 @@
-"""FindingCache: findings on disk, keyed by the code that a probe is made of and by the texts that it asked for.
+"""FindingCache: findings on disk, keyed by the code of the probe and by the source texts that it read.
 
-A probe is a function of source texts: it imports nothing of an upstream and reads no clock. So a finding holds for as long as
-neither changes. The key is
+A probe is a function of source texts: it imports no upstream code and reads no clock. So a finding is valid until its code or
+its texts change. The key is
 
-    code    the module of the probe and all modules of this package that it imports, wherever it imports them; those that read
-            source; the record of forms; and the version of Python, whose parser is part of a finding
-    texts   every module that the probe asked for, with its text, or that there was none
+    code    the module of the probe and all modules of this package that it imports, at any level; the modules that read
+            source; the record of forms; and the version of Python, whose parser affects a finding
+    texts   every module that the probe requested, with its text or the fact that it was missing
 
-A finding that rests on anything else, such as a file that is no module, is not kept and is derived each time.
+A finding that depends on other data, such as a file that is no module, is not kept and is derived each time.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _BOUNDARY = "megacpp_overlays.loader.probing"
 
 
 class CachedFinding(NamedTuple):
-    """A finding, and what its probe asked for."""
+    """A finding, and the modules that its probe requested."""
 
     finding: Finding
     asked: tuple[str, ...] | None
-    """Names of modules in order; None where the finding rests on anything else."""
+    """Names of modules in order; None where the finding depends on other data."""
 
 
 class FindingCache:
     """Findings of the probes of this package.
 
     Args:
-        folder: where they are kept; made with the first one. None keeps them in memory, for this object alone.
+        folder: the folder of the findings; created with the first one. None keeps them in memory, for this object alone.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -56,12 +56,12 @@ class FindingCache:
         self._new: set[str] = set()
 
     def derive(self, erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> CachedFinding:
-        """Return what a probe finds in a tree, as `examine` does; the probe runs where nothing is kept.
+        """Return a probe's finding in a tree, as `examine` does; the probe runs only if no finding is kept.
 
         Args:
             erratum: the declaration.
-            tree: where source is read.
-            unless: errors that leave, see `examine`.
+            tree: the tree that source is read from.
+            unless: exceptions that are propagated, see `examine`.
         """
         if not erratum.probe.__module__.startswith(_PROBES):
             return CachedFinding(examine(erratum, tree, unless=unless), None)
@@ -100,11 +100,11 @@ class FindingCache:
                 try:
                     self._rows[key] = json_text.parse(path.read_bytes())
                 except ValueError:
-                    path.unlink()  # cut off, by a disk that was full
+                    path.unlink()  # truncated, such as by a full disk
         return self._rows[key]
 
     def save(self) -> None:
-        """Write what was derived since the last call.
+        """Write the findings that were derived since the last call.
 
         Raises:
             OSError: the folder cannot be written.
@@ -116,7 +116,7 @@ class FindingCache:
 
 
 def key_of(erratum: Erratum) -> str:
-    """Return 32 hexadecimal digits for a part of an overlay, all code that its probe is made of, and the forms on record of it."""
+    """Return a key of 32 hexadecimal digits from a part of an overlay, all code of its probe, and its recorded forms."""
     words = (known.name_of(erratum), known.this_python(), _code(erratum.probe.__module__), _recorded(erratum.id))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32]
 
@@ -141,7 +141,7 @@ def text_sha256(module: str) -> str:
 
 
 def closure(modules: Iterable[str]) -> frozenset[str]:
-    """Return the names of modules and of every module of this package that they import, at their top or anywhere else."""
+    """Return the names of modules and of every module of this package that they import, directly or indirectly, at any level."""
     found: set[str] = set()
     waiting = list(modules)
     while waiting:
@@ -159,7 +159,7 @@ def _imported_by(name: str) -> tuple[str, ...]:
 
 
 def imported_names(syntax: ast.Module) -> Iterator[str]:
-    """Yield every name that a module imports, at its top or anywhere else; of `from a import b` both `a` and `a.b`."""
+    """Yield every name that a module imports, at any level; for `from a import b` both `a` and `a.b`."""
     for node in ast.walk(syntax):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -176,7 +176,7 @@ def _is_ours(name: str) -> bool:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is a module and no package: the name is of something in it
+    except ModuleNotFoundError:  # its parent is a module and no package: the name is an attribute of that module
         return False
 
 

@@ -1,7 +1,7 @@
-"""Record of forms: add the form of upstream code that a release has, once its reproducer showed what is wrong with it.
+"""Updates of the record of forms: add the form of a release's upstream code after its reproducer has shown the defect.
 
-A form of a release is told from its code alone, so a fork that edits something else is recognised by it without a reproducer; see
-`source.forms`. FIXED is never added: outside of a release it has to be shown by a reproducer.
+A form is recognised from its code alone, so a fork that edits other code is recognised by the form without a reproducer; see
+`source.forms`. FIXED is never added, because outside of a release a reproducer has to show it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _BROKEN = Verdict.BROKEN.value
 
 
 def add(record: dict[str, Any], module: str, tree: SourceTree, release: str, learned: Mapping[str, Any] | None) -> None:
-    """Add a release to the recorded form that it has; where it has none, its own form, if it was shown to be broken.
+    """Add a release to the recorded form that matches its code, or record a new form if its code was shown to be broken.
 
     Args:
-        record: what is recorded of an overlay by the module of each part, which is changed.
-        module: of the target of the part. One without a record is left alone: its probe asks for a structure.
+        record: the recorded forms of an overlay, by the module of each part; changed in place.
+        module: the module of the part's target. A module without a record is skipped: its probe checks a structure instead.
         tree: the source of the release.
         release: a version, or the head of a branch such as `main d98e8a64dd`.
-        learned: verdict and shape that the reproducer gave there, as in `learned.json`; None where it did not run.
+        learned: verdict and shape from the reproducer on this release, as in `learned.json`; None where it did not run.
 
     Raises:
-        SourceError: a place cannot be read.
+        SourceError: a place of the form cannot be read.
     """
     if module not in record:
         return
@@ -68,11 +68,11 @@ def _repaired(learned: Mapping[str, Any] | None) -> str | None:
 
 
 def _order(tree: str) -> tuple[bool, Version]:
-    """Return what sorts releases before heads of branches, which stay in the order in which they were recorded."""
+    """Return a sort key that puts releases before heads of branches, which stay in the order of recording."""
     is_head = " " in tree
     return is_head, Version("0" if is_head else tree)
 
 
 def written(record: Mapping[str, Any]) -> str:
-    """Return the text of the file of an overlay."""
+    """Return the text of an overlay's file of forms."""
     return json.dumps(record, indent=1, sort_keys=True) + "\n"

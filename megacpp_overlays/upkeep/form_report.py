@@ -1,8 +1,8 @@
-"""A report on one overlay for its maintainer elsewhere: plain data, without paths and secrets.
+"""A report on one overlay for its maintainer on another host: plain data, without paths and secrets.
 
-Where a form is not recognised, its maintainer has to see it before a probe can know it. The report has no code but the lines
-that the evidence quotes: it has hashes of the modules that the probe read, and a fingerprint of every function in them,
-which tell which one differs from those of a release. Of the environment it has versions and no variables.
+Where a form is not recognised, its maintainer has to see it before a probe can recognise it. The report has no code except the
+lines that the evidence quotes. It has hashes of the modules that the probe read, and a fingerprint of every function in them,
+which show the functions that differ from those of a release. It has versions of the environment and no variables.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megacpp_overlays.source.trees import FunctionNode, InstalledTree, ModuleSou
 from megacpp_overlays.version import VERSION
 
 SCHEMA = 1
-"""Version of the form. It changes when a key changes its meaning."""
+"""Version of the report's schema. It changes when a key changes its meaning."""
 _FOLDERS = re.compile(r"(?<![\w.~/])~?/(?:[^\s/:'\"(),]+/)+")
-"""The folders of an absolute path; not of an address, whose slash follows another."""
+"""The folders of an absolute path; not those of a URL, whose slash follows another slash."""
 
 
 def of(overlay_id: str, audit: Audit, *, paths: bool = False) -> dict[str, Any]:
     """Return the report on an overlay or a gate.
 
     Args:
-        overlay_id: of which.
-        audit: of this process, with its targets imported.
-        paths: whether to leave folders of this host in the texts.
+        overlay_id: the id of the overlay or gate.
+        audit: the audit of this process, with the targets imported.
+        paths: whether to keep folders of this host in the texts.
     """
     parts = [record for record in audit.records if record.overlay.id == overlay_id]
     tree = InstalledTree()
@@ -64,7 +64,7 @@ def _versions(errata: Sequence[Erratum]) -> dict[str, str | None]:
 
 
 def _source(name: str, sha256: str | None, tree: SourceTree) -> dict[str, Any]:
-    """Return the hash of a text that a probe asked for, None where there is none, and the functions in it."""
+    """Return the hash of a text that a probe requested, None where the text is missing, and the functions in it."""
     functions: dict[str, str] = {}
     try:
         source = None if ":" in name else tree.module(name)
@@ -76,7 +76,7 @@ def _source(name: str, sha256: str | None, tree: SourceTree) -> dict[str, Any]:
 
 
 def _functions(source: ModuleSource) -> Iterator[tuple[str, str]]:
-    """Yield functions and methods by qualified name with a fingerprint; of a name that is defined twice the last one."""
+    """Yield the qualified name and fingerprint of every function and method; of a name that is defined twice, the last counts."""
     waiting: list[tuple[str, ast.AST]] = [("", source.syntax)]
     while waiting:
         prefix, scope = waiting.pop()

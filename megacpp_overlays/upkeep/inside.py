@@ -1,10 +1,10 @@
 """The process that `evidence` starts in an environment: `python -m megacpp_overlays.upkeep.inside REPORT ...`.
 
-    REPORT probe                              what the probes read, importing nothing of upstream
+    REPORT probe                              the findings of the probes, without importing upstream code
     REPORT run REPRODUCER CASE TIMEOUT        run a case, without its overlay and then with every overlay
-    REPORT witness PACKS TIMEOUT ID ...       prove what looks repaired of these overlays, and keep that there
+    REPORT witness PACKS TIMEOUT ID ...       prove the parts of these overlays that look repaired, and keep the witnesses
 
-The answer goes to the file REPORT as JSON, because the output belongs to upstream.
+The answer is written to the file REPORT as JSON, because upstream code may print to the output.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megacpp_overlays.upkeep.ledger import is_due
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do what was asked and write the report."""
-    report, what, *rest = arguments
+    """Run the requested action and write the report."""
+    report, action, *rest = arguments
     overlays, settings = session.current().overlays, session.current().settings
-    if what == "probe":
+    if action == "probe":
         answer: object = _probed(overlays, settings)
-    elif what == "witness":
+    elif action == "witness":
         packs, timeout, *ids = rest
         answer = _witnessed(Path(packs), float(timeout), [each for each in overlays if each.id in ids], settings)
     else:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _probed(overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:
-    """Return what the probe of each part found; known findings are looked up, and each file is read once."""
+    """Return the finding of each part's probe; known findings are looked up, and each file is read once."""
     tree = CachedTree(InstalledTree())
     findings = [examine_to_measure(part, tree, settings) for part in overlays]
     verdicts: dict[str, set[Verdict]] = {}

@@ -1,7 +1,7 @@
-"""Learning of a release: its reproducers run once here, and what they show is written down for every user of this package.
+"""Learning a release: run its reproducers once here, and record the results for every user of this package.
 
-The release is put first on the path of a Python that has what it needs. Two processes answer: `witness`, which proves what no probe
-recognises and every repair that was read, and asks about what probes recognise, too; and an audit afterwards.
+The release is put first on the path of a Python that has the release's dependencies. Two processes run. `witness` proves the code
+that no probe recognises and every repair that a person read, and also confirms the code that probes recognise. An audit follows.
 """
 
 from __future__ import annotations
@@ -43,57 +43,57 @@ class ReleaseTree:
 
 @dataclass(frozen=True, slots=True)
 class LearnOptions:
-    """How to learn."""
+    """Options of learning."""
 
     python: Path
-    """An interpreter whose environment has what the release needs."""
+    """An interpreter whose environment has the dependencies of the release."""
     workers: int
     only: tuple[str, ...] = ()
     """Ids of the overlays to prove or confirm, also where they are proved already; empty for all."""
     root: Path = ROOT
-    """The checkout in which it is written down."""
+    """The checkout in which the results are written."""
 
     def beside(self, file: Path) -> Path:
-        """Return the file of the checkout that a file of this package is a copy of."""
+        """Return the file of the checkout that corresponds to a file of this package."""
         return self.root / file.relative_to(ROOT)
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What was learned of one part of an overlay."""
+    """The result of learning one part of an overlay."""
 
     overlay: str
     module: str
     verdict: Verdict | None
-    """None where reproducers gave none."""
+    """The verdict; None where the reproducers gave none."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKnowledge:
-    """What is known of a release now."""
+    """The knowledge of a release after learning."""
 
     tree: ReleaseTree
     lessons: tuple[Lesson, ...]
     decisions: Mapping[str, tuple[str, str]]
-    """Decision and reason of each overlay of the distribution, with what was learned."""
+    """Decision and reason of each overlay of the distribution, with the lessons applied."""
     confirmed: int = 0
-    """Overlays that a probe recognises, and whose cases show what it says."""
+    """Number of overlays that a probe recognises and whose cases show the probe's verdict."""
     contradicted: tuple[Lesson, ...] = ()
-    """Those whose cases show otherwise: the places of their forms leave something out."""
+    """Parts that a probe recognises and whose cases show another verdict: the places of their forms leave something out."""
 
 
 def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> ReleaseKnowledge:
-    """Run the reproducers on a release, write what they show, and audit it with that.
+    """Run the reproducers on a release, record the results, and audit the release with them.
 
     Args:
         tree: the release.
         overlays: every declaration of this package, in parts.
-        how: how to learn.
+        how: the options.
 
     Raises:
         UpkeepError: a process gave no answer, or the folder has no package of the distribution.
-        OSError: what was learned cannot be written.
+        OSError: the results cannot be written.
     """
     parts = [each for each in overlays if each.target.distribution == tree.distribution]
     digests = _digests(tree, parts)
@@ -117,7 +117,7 @@ def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> 
 
 
 def audit(tree: ReleaseTree, how: LearnOptions) -> dict[str, tuple[str, str]]:
-    """Return decision and reason of each overlay of a release, with what was learned and without a witness of this user.
+    """Return decision and reason of each overlay of a release, with the recorded lessons and without this user's witnesses.
 
     Raises:
         UpkeepError: the process gave no answer.
@@ -141,10 +141,10 @@ def _digests(tree: ReleaseTree, parts: Sequence[Erratum]) -> dict[str, str]:
 
 
 def _ask(tree: ReleaseTree, how: LearnOptions, words: Sequence[str], witnesses: Path) -> dict[str, Any]:
-    """Return what a command of this package answers, as JSON, with the release first on its path.
+    """Return the parsed JSON output of a command of this package that runs with the release first on its path.
 
     Raises:
-        UpkeepError: it gave no answer.
+        UpkeepError: the command printed no JSON.
     """
     path = os.pathsep.join([str(tree.folder.resolve()), str(how.root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [str(how.python.absolute()), "-W", "ignore", "-m", "megacpp_overlays", *words]
@@ -182,18 +182,18 @@ def write_down(
     kept: Sequence[Mapping[str, Any]],
     how: LearnOptions,
 ) -> None:
-    """Write what was learned of a release beside what is known of others, the digest by which it is known, and its forms.
+    """Record the lessons of a release, the digests that identify it, and its forms, in addition to those of other releases.
 
     Args:
         tree: the release.
-        digests: of the Python files of its packages by `published.key_of`.
-        parts: every declaration that is about it.
-        lessons: what was learned.
-        kept: the witnesses of what was proved, see `loader.witnesses`.
-        how: where it is written, and whether it is added to what is known of the release.
+        digests: digests of the Python files of the release's packages, by `published.key_of`.
+        parts: every declaration about the distribution.
+        lessons: the lessons.
+        kept: the witnesses of the proved parts, see `loader.witnesses`.
+        how: the checkout to write to, and whether the lessons are added to earlier ones of the release.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the records cannot be written.
     """
     from megacpp_overlays.upkeep import form_record  # noqa: PLC0415 - of this command alone
 
@@ -203,7 +203,7 @@ def write_down(
     found: dict[str, dict[str, Any]] = {}
     for lesson in lessons:
         name = f"{lesson.overlay} {lesson.module}"
-        witness = witnessed.get(name, {})  # nothing is kept of a part that was neither proved nor shown to be broken
+        witness = witnessed.get(name, {})  # a part that was neither proved nor shown to be broken has no witness
         shape = NOT_REPAIRED if "unrepaired" in witness else witness.get("shape")
         cases = "; ".join(f"{each['case']}: {each['seen']}" for each in witness.get("cases", ()))
         found[name] = {
@@ -237,12 +237,12 @@ def write_down(
 
 
 def _is_current(part: Erratum | None, data: Mapping[str, Any]) -> bool:
-    """Return whether what was learned of a part still holds, so that `witness` had no reason to ask about it again."""
+    """Return whether a recorded lesson on a part is still valid, so that `witness` did not run its cases again."""
     return part is not None and bool(data["code"] == learned.code_of(part, data["shape"]))
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack a wheel or a source distribution into a folder, and return the one that has its packages."""
+    """Unpack a wheel or a source distribution into a folder, and return the folder that contains its packages."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as opened:
             opened.extractall(folder)  # noqa: S202 - a release whose hash was checked
@@ -264,11 +264,11 @@ _WORDS = {
 
 
 def lines(found: ReleaseKnowledge, before: Mapping[str, str]) -> list[str]:
-    """Return what is known of a release as lines: counts, what changed, and what needs a person.
+    """Return the knowledge of a release as lines: counts, changed decisions, and cases that need a person.
 
     Args:
-        found: what was learned.
-        before: the verdict on each overlay in the newest release before.
+        found: the knowledge of the release.
+        before: the verdict on each overlay in the previous newest release.
     """
     counts = {
         word: [name for name, (decision, _) in found.decisions.items() if decision == each.value]
@@ -299,4 +299,4 @@ _DECIDED = {
     Decision.RETIRED.value: {Verdict.FIXED.value},
     Decision.ABSENT.value: {Verdict.ABSENT.value},
 }
-"""The verdicts with which a decision is no change."""
+"""The previous verdicts with which a decision is no change."""

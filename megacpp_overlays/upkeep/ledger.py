@@ -1,7 +1,7 @@
-"""RETIREMENT.md, built from the declarations so that it cannot drift from them.
+"""The retirement ledger RETIREMENT.md, generated from the declarations so that it cannot drift from them.
 
-An overlay that retires leaves the declarations with the commit that removes it, and becomes a row of the history, built
-from `loader/retired.json`. Whatever else people wrote below the heading of the history is kept.
+A retired overlay leaves the declarations with the commit that removes it, and becomes a row of the history, built
+from `loader/retired.json`. Other text that people wrote below the heading of the history is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HISTORY_HEAD = ("| overlay | pack | retired | upstream release | condition that
 
 
 def render(overlays: Sequence[Erratum], existing: Path | None, retired: Sequence[RetiredOverlay] | None = None) -> str:
-    """Return the ledger for these overlays and retired ones, with what people wrote into an existing file's history."""
+    """Return the ledger for these overlays and retired ones, with the text that people wrote into an existing file's history."""
     gone = read() if retired is None else retired
     return "\n".join([_HEAD, *map(_entry, by_id(overlays).values()), _history(existing, gone)])
 
@@ -47,23 +47,23 @@ def link(overlay: Erratum) -> str:
 
 
 def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[RetiredOverlay] | None = None) -> str:
-    """Return how a ledger file differs from the declarations, as a diff; empty when it is in step."""
+    """Return the diff from a ledger file to the declarations; empty when the file is in step."""
     return "\n".join(text_difference(path, render(overlays, path, retired), "declarations"))
 
 
 def text_difference(path: Path, expected: str, source: str) -> Iterator[str]:
-    """Return the lines of a diff from a generated file, which need not be there, to what its source says."""
+    """Return the lines of a diff from a generated file, which may be missing, to its newly generated text."""
     current = path.read_text() if path.exists() else ""
     return difflib.unified_diff(current.splitlines(), expected.splitlines(), str(path), source, lineterm="")
 
 
 def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None) -> list[Erratum]:
-    """Return the overlays and gates that are due in one environment; imports nothing of it. See `is_due`.
+    """Return the overlays and gates that are due in one environment, without importing its code. See `is_due`.
 
     Args:
         overlays: the declarations, in parts.
-        tree: what is asked about.
-        settings: of this process, where the tree is what is installed in it: kept witnesses count then.
+        tree: the source of the environment.
+        settings: the settings of this process if the tree is the one installed in it, so that kept witnesses count.
     """
 
     def verdict(part: Erratum) -> Verdict:
@@ -73,7 +73,7 @@ def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None
 
 
 def is_due(verdicts: Iterable[Verdict]) -> bool:
-    """Return whether an overlay can be deleted, by the verdicts on its parts: one is FIXED, and no other leaves work to do."""
+    """Return whether an overlay can be deleted by the verdicts on its parts: at least one is FIXED, and no part is other than FIXED or ABSENT."""
     found = {*verdicts}
     return Verdict.FIXED in found and found <= {Verdict.FIXED, Verdict.ABSENT}
 
@@ -97,7 +97,7 @@ def _history(path: Path | None, retired: Sequence[RetiredOverlay]) -> str:
 
 
 def _written_by_people(path: Path | None) -> str:
-    """Return what the history of a ledger says beside its table."""
+    """Return the text of a ledger's history without its table."""
     text = path.read_text() if path is not None and path.exists() else ""
     lines = text.partition(f"\n{HISTORY}\n")[2].replace(_EMPTY_HISTORY, "").splitlines()
     if _HISTORY_HEAD[0] in lines:
@@ -139,7 +139,7 @@ def _heading(overlay: Erratum) -> str:
 
 
 def _name(part: Erratum) -> str:
-    """Return the name of a probe; one that is made for each part is named after its maker."""
+    """Return the qualified name of a probe; a probe that is created per part has the name of the function that creates it."""
     probe = part.probe
     while isinstance(probe, functools.partial):
         probe = probe.func

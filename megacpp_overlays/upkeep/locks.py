@@ -1,11 +1,11 @@
 """A lock: a requirements file in which every pin has its hashes.
 
-The head of a lock says what it is for, in comments that `make lock` writes and that pip and uv pass over:
+The head of a lock describes its purpose, in comments that `make lock` writes and that pip and uv ignore:
 
     # lane: current
     # python: 3.12
     # platform: x86_64-manylinux_2_28    or `any`: every platform, from this Python on
-    # inputs: the SHA-256 of what it was compiled from
+    # inputs: the SHA-256 of the inputs that it was compiled from
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packaging.version import InvalidVersion, Version
 from megacpp_overlays.errors import LockError
 
 ANY = "any"
-"""The platform of a lock for every platform; its Python is then the oldest that it is for."""
+"""The platform of a lock for every platform; its Python is then the oldest supported one."""
 _HEAD = re.compile(r"# (lane|python|platform): (\S+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH = re.compile(r"\s--hash=(\S+)")
@@ -40,7 +40,7 @@ class Pin:
     hashes: frozenset[str]
     """Hex SHA-256 of every file that may be installed."""
     marker: Marker | None
-    """Where the pin applies; None is everywhere."""
+    """The condition for the pin to apply; None is always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,23 +49,23 @@ class Lock:
 
     path: Path
     lane: str
-    """What the head says, or the name of the file."""
+    """The lane in the head, or the name of the file."""
     python: str | None
-    """`3.12`, or None where the head does not say. The oldest one where the platform is `any`."""
+    """`3.12`, or None where the head has none. The oldest supported one where the platform is `any`."""
     platform: str | None
     pins: Mapping[str, Pin]
-    """By canonical name, those that apply where the lock is read, or in the environment that was asked for."""
+    """The pins that apply to this interpreter, or in the environment given to `within`, by canonical name."""
     lines: tuple[tuple[int, Pin], ...]
-    """Every pin with the number of its line, whatever its marker says."""
+    """Every pin with the number of its line, regardless of its marker."""
 
     def within(self, environment: Mapping[str, str]) -> Lock:
         """Return the lock with the pins that apply in an environment.
 
         Args:
-            environment: the values of all markers there, such as `python_full_version`.
+            environment: the values of all markers in the environment, such as `python_full_version`.
 
         Raises:
-            LockError: none applies there, or two of one distribution do.
+            LockError: no pin applies in the environment, or two pins of one distribution do.
         """
         return replace(self, pins=_applying(self.path, self.lines, environment))
 
@@ -76,10 +76,10 @@ class Lock:
 
 
 def read(path: Path) -> Lock:
-    """Read a lock, as it applies to this interpreter; see `Lock.within` for another.
+    """Read a lock with the pins that apply to this interpreter; see `Lock.within` for another.
 
     Raises:
-        LockError: there is no such file, or a line of it is no pin with hashes; the text names the line.
+        LockError: there is no such file, or a line of it is no pin with hashes; the message names the line.
     """
     try:
         text = path.read_text()
@@ -112,7 +112,7 @@ def same_version(one: str, other: str) -> bool:
 
 
 def _applying(path: Path, lines: Sequence[tuple[int, Pin]], environment: Mapping[str, str]) -> dict[str, Pin]:
-    """Return the pins whose marker holds; what the environment does not say is taken from this interpreter."""
+    """Return the pins whose marker holds; marker values that are missing in the environment come from this interpreter."""
     pins: dict[str, Pin] = {}
     for number, pin in lines:
         if pin.marker is not None and not pin.marker.evaluate(dict(environment)):
@@ -155,7 +155,7 @@ def _pin(path: Path, number: int, line: str) -> Pin:
     if len(requirement.specifier) != 1 or not exact or "*" in exact[0]:
         raise LockError(f"{path}:{number}: {requirement.name} is not pinned with == to one version")
     if not hashes:
-        raise LockError(f"{path}:{number}: {requirement.name} has no hash, so nobody can tell which file was meant")
+        raise LockError(f"{path}:{number}: {requirement.name} has no hash, so the pinned file is ambiguous")
     return Pin(
         name=canonicalize_name(requirement.name),
         version=exact[0],

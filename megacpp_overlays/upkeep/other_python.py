@@ -1,7 +1,7 @@
 """Runs of this package with the interpreter of another environment.
 
 The process has this package on its path, and nothing else of this environment: neither the switches and the PYTHONPATH
-of the shell, nor the packages that are installed here.
+of the shell, nor the packages of this environment. Of the switches only those for plugins and witnesses are inherited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megacpp_overlays.loader.settings import LOG, PLUGINS, WITNESSES
 from megacpp_overlays.repro import process_group
 
 _GRACE = 10.0
-"""Seconds that a process gets to end what it started."""
+"""Seconds that a process gets to end its child processes."""
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_", "COVERAGE_")
 """Prefixes of variables that belong to this environment, and that the process does not inherit."""
 
@@ -30,7 +30,7 @@ class Reply(NamedTuple):
     answer: Any
     """The JSON that `upkeep.inside` wrote, or None."""
     problem: str | None
-    """How the process ended and its last line, where it gave no answer."""
+    """The way the process ended and its last line, where it gave no answer."""
 
 
 def ask(python: Path, arguments: Sequence[str], timeout: float) -> Reply:
@@ -47,7 +47,7 @@ def ask(python: Path, arguments: Sequence[str], timeout: float) -> Reply:
 
 
 def output(python: Path, arguments: Sequence[str], timeout: float) -> tuple[str, str | None]:
-    """Run an interpreter; return what it printed on stdout, and how it ended in words, or None if it ended well."""
+    """Run an interpreter; return its stdout, and a description of its failure, or None if it succeeded."""
     with _workspace() as (folder, variables), contextlib.ExitStack() as stack:
         out, errors = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
         ended = process_group.run(

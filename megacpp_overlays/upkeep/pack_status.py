@@ -22,14 +22,14 @@ _SENT = ("filed", "merged")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackThread:
-    """An upstream thread of a pack, as last seen."""
+    """An upstream thread of a pack, with its last known state."""
 
     name: str
     """`owner/name#12`."""
     state: str
     """The state that a sweep saved, or `unknown`."""
     checked: str | None
-    """Day, as 2026-11-21; None is never."""
+    """Day of the last check, as 2026-11-21; None where it was never checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class PackStatus:
 
     pack: Pack
     entry: Mapping[str, Any]
-    """As the manifest should have it."""
+    """The entry that the manifest should have."""
     problems: tuple[str, ...]
-    """What `receipts --check` says of its claims."""
+    """The problems of its claims, as reported by `receipts --check`."""
     threads: tuple[PackThread, ...]
 
     @property
@@ -50,7 +50,7 @@ class PackStatus:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Number of receipts, and of those of the reproducer as it is now."""
+        """Number of receipts, and of receipts of the present reproducer."""
         digest = inventory.digest(self.pack.reproducer)
         every = self.entry["receipts"]
         return len(every), sum(receipt["reproducer"] == digest for receipt in every)
@@ -68,7 +68,7 @@ class PackStatus:
         return f"needs {missing}" if missing else 'a person files it, see "File a pack" in CONTRIBUTING.md'
 
     def _settled(self) -> str | None:
-        """Return why there is nothing to file, now or ever; None where there is."""
+        """Return the reason why the pack is not to be filed, now or ever; None where it is to be filed."""
         entry = self.entry
         if entry["class"] == "regression guard":
             return "it is a regression guard: nothing to file"
@@ -83,7 +83,7 @@ class PackStatus:
         return f"its state is {entry['state']}: it was sent" if entry["state"] in _SENT else None
 
     def _missing(self) -> Iterator[str]:
-        """Yield what is missing before the pack can be filed, in the order in which it is done."""
+        """Yield the missing prerequisites of filing the pack, in the order of work."""
         state, number = self.entry["state"], self.pack.number
         if self.entry["repository"] is None:
             yield f"a {pack_file.NAME}, with its repository, upstream and priority"

@@ -1,7 +1,7 @@
 """The generated pages of docs/ for commands and overlays, rendered from the code that they describe.
 
-`megacpp-overlays reference --write docs` regenerates them, and `make test` fails while one is out of step, so that no
-page can promise an option that is gone.
+`megacpp-overlays reference --write docs` regenerates them, and `make test` fails while a page is out of step, so that no
+page can document a removed option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Each exit code means the same for every command; the help of a command says whic
 
 
 class Releases(NamedTuple):
-    """The releases of an overlay's targets, oldest first, each with what the overlay does there."""
+    """The releases of an overlay's targets, oldest first, each with the outcome of the overlay."""
 
     distribution: str
     outcomes: tuple[tuple[str, str], ...]
@@ -48,14 +48,14 @@ class Releases(NamedTuple):
 
 
 def difference(pages: Mapping[str, str], folder: Path) -> str:
-    """Return how the pages of a folder differ from what the code says, as a diff; empty when they are in step."""
+    """Return the diff from the pages of a folder to the newly generated pages; empty when they are in step."""
     return "\n".join(
         line for name, text in pages.items() for line in ledger.text_difference(folder / name, text, "code")
     )
 
 
 def commands_page(parsers: Mapping[str, argparse.ArgumentParser], codes: Sequence[tuple[int, str]]) -> str:
-    """Return the page of the command line: the help of each command, and what exit codes mean."""
+    """Return the page of the command line: the help of each command, and the meanings of the exit codes."""
     lines = ["# Commands", "", GENERATED, ""]
     lines += ["`python -m megacpp_overlays COMMAND` and `megacpp-overlays COMMAND` are the same.", ""]
     rows = "\n".join(f"| {int(code)} | {meaning} |" for code, meaning in codes)
@@ -75,7 +75,7 @@ def _with_subcommands(name: str, parser: argparse.ArgumentParser) -> Iterator[tu
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    """Return the help of a command, as wide on every terminal."""
+    """Return the help of a command, with the same width on every terminal."""
     kind = parser.formatter_class
     if isinstance(kind, type) and issubclass(kind, argparse.HelpFormatter):
         parser.formatter_class = functools.partial(kind, width=_WIDTH)
@@ -89,8 +89,8 @@ def overlays_page(overlays: Sequence[Erratum], packs: Path) -> str:
     """Return the page of all overlays and gates.
 
     Args:
-        overlays: their declarations, the parts of one side by side.
-        packs: the inventory, whose kept matrix says which releases are broken.
+        overlays: their declarations, with the parts of each overlay next to each other.
+        packs: the inventory, whose kept matrix lists the broken releases.
     """
     parts = ledger.by_id(overlays)
     releases = read_releases(packs / "matrix.json", parts)
@@ -118,7 +118,7 @@ _ABOUT_OVERLAYS = (
 
 
 def broken_ranges(overlays: Sequence[Erratum], packs: Path) -> dict[str, str]:
-    """Return the releases that each overlay repairs or gates by id; those that are in none, without a range."""
+    """Return the releases that each overlay repairs or gates, by id; without a range where there is no such release."""
     parts = ledger.by_id(overlays)
     found: dict[str, str] = {}
     for name, each in read_releases(packs / "matrix.json", parts).items():
@@ -131,7 +131,7 @@ def read_releases(matrix: Path, parts: Mapping[str, Sequence[Erratum]]) -> dict[
     """Return the releases of each overlay, from a kept matrix.
 
     Raises:
-        UpkeepError: there is none.
+        UpkeepError: there is no kept matrix.
     """
     if not matrix.is_file():
         raise UpkeepError(f"there is no {matrix}: run `make matrix` in a checkout")

@@ -1,7 +1,7 @@
-"""Rehearsal of an upgrade that nobody prepared: audits of this environment as they would have been before a release was read.
+"""Rehearsal of an unprepared upgrade: audits of this environment without the package's knowledge of the new release.
 
-Four processes of this Python answer: an audit with all that this package knows, one without what is newer than a release, the
-command that proves what is unproved then, and an audit after it.
+Four processes of this Python run: an audit with all knowledge of this package, an audit without the knowledge that is newer than
+a given release, the command that proves the unproved parts, and an audit after it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ NEEDED, NOT_NEEDED = Decision.ACTIVE.value, (Decision.RETIRED.value, Decision.AB
 
 
 class RehearsalError(OverlayError):
-    """Raised where a process of a rehearsal gave no answer; the text is the end of what it said."""
+    """Raised where a process of a rehearsal failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsalRow:
-    """One overlay: the decision that is right, and the decisions without knowledge of the release."""
+    """One overlay: the right decision, and the decisions without knowledge of the release."""
 
     overlay: str
     right: str
-    """With all that this package knows."""
+    """The decision with all knowledge of this package."""
     before: str
-    """On the day of the release."""
+    """The decision on the day of the release."""
     after: str
-    """Once `megacpp-overlays witness` has run."""
+    """The decision after `megacpp-overlays witness` has run."""
     reason: str
-    """Of the last decision."""
+    """The reason of the last decision."""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether something was installed that must not be, or left out as repaired that is needed."""
+        """Whether the last decision installs an overlay that is not needed, or leaves out a needed one as repaired or absent."""
         if self.right == NEEDED:
             return self.after in NOT_NEEDED
         return self.right in NOT_NEEDED and self.after == NEEDED
@@ -58,14 +58,14 @@ class UpgradeRehearsal:
 
     known_until: str
     release: str
-    """Distribution and version that are installed."""
+    """The installed distribution and its version."""
     rows: tuple[RehearsalRow, ...]
     seconds: float
-    """Of the command that proves."""
+    """Duration of the `witness` command."""
 
     @property
     def wrong(self) -> tuple[RehearsalRow, ...]:
-        """Rows in which something is wrong after the proof."""
+        """Rows whose decision is wrong after the proof."""
         return tuple(row for row in self.rows if row.is_wrong)
 
     def summary(self) -> str:
@@ -89,13 +89,13 @@ def rehearse(
 
     Args:
         known_until: `DISTRIBUTION=VERSION`, see `source.knowledge`.
-        distribution: whose overlays count.
-        witnesses: an empty folder of this user's.
+        distribution: the distribution whose overlays count.
+        witnesses: an empty folder for witnesses.
         environment: variables of the processes.
-        workers: overlays that are proved at the same time.
+        workers: number of overlays that are proved in parallel.
 
     Raises:
-        RehearsalError: a process gave no answer.
+        RehearsalError: a process failed.
     """
     full = {**environment, WITNESSES: str(witnesses / "none")}
     forgetful = {**environment, WITNESSES: str(witnesses), VARIABLE: known_until}
@@ -115,7 +115,7 @@ def rehearse(
 
 
 def by_overlay(decisions: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Return the decision and the reason of each overlay: of parts the one that matters most."""
+    """Return the decision and the reason of each overlay: those of its part whose decision is first in `FIRST`."""
     found: dict[str, tuple[str, str]] = {}
     order = [each.value for each in FIRST]
     for each in decisions:
@@ -141,7 +141,7 @@ def _said(words: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def lines(found: UpgradeRehearsal) -> list[str]:
-    """Return a rehearsal as a Markdown table of what is needed or was decided otherwise."""
+    """Return a rehearsal as a Markdown table of the overlays that are needed or got another decision."""
     shown = [row for row in found.rows if row.right == NEEDED or row.right != row.after]
     table = ["| overlay | decision | on the day | after `witness` |", "|---|---|---|---|"]
     for row in shown:

@@ -19,8 +19,8 @@ def settings_page(overlays: Iterable[Erratum], note: str = "") -> str:
     """Return the page as Markdown.
 
     Args:
-        overlays: whose switches are listed.
-        note: a paragraph below the title, such as one that says how the page is written.
+        overlays: the overlays whose switches are listed.
+        note: a paragraph below the title, such as one that names the command that generates the page.
     """
     ids = {overlay.id: overlay for overlay in overlays}
     parts = ["# Settings\n", note and f"{note}\n", _HEAD, _overview(SETTINGS)]
@@ -55,7 +55,7 @@ def _switches(overlays: Iterable[Erratum]) -> str:
 
 
 def _anchor(setting: Setting) -> str:
-    """Return the anchor that Markdown renderers make of the title of its section."""
+    """Return the anchor that Markdown renderers create from the title of a setting's section."""
     return re.sub(r"\W", "", setting.name.lower())
 
 

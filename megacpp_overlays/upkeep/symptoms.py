@@ -1,7 +1,7 @@
-"""Symptoms: the words in which people describe a defect, searched and listed.
+"""Search and listing of symptoms, the words in which people describe a defect.
 
-The score of an overlay is that of its best symptom, plus a little for words in its other texts. A word weighs the more the fewer
-overlays have it, and a symptom counts by how much of it and of the query is the same.
+The score of an overlay is that of its best symptom, plus a small term for words in its other texts. A word has more weight if fewer
+overlays have it. The score of a symptom is the share of its words and of the query's words that both have.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megacpp_overlays.model import Erratum
 from megacpp_overlays.upkeep import ledger
 
 _LEAST = 0.25
-"""The share of a query, by weight, that has to be found. Less is a coincidence of one word."""
+"""The minimum share of a query, by weight, that has to be found. A smaller share is a coincidence of one word."""
 _OTHER_TEXTS = 0.25
-"""The weight of words in title, defect and id, against those of a symptom."""
+"""The weight of words in title, defect and id, relative to those of a symptom."""
 _WORD = re.compile(r"[a-z0-9_.*]+")
 _CODE = re.compile(r"\b\w*_\w+\b|\b[A-Za-z]+\.[a-z]\w+\b")
 """Names of code: with an underscore, or with a dot inside."""
@@ -56,27 +56,27 @@ _SYNONYMS = {
     "hopper": ("h200", "h100"),
     "blackwell": ("b200", "gb200"),
 }
-"""Words of other people by the word that they stand for, after its ending is off, and units of what is too large."""
+"""Synonyms by the stem that replaces them; the units of memory are synonyms, too."""
 _MEANS = {word: meaning for meaning, words in _SYNONYMS.items() for word in words}
 
 
 class FoundSymptom(NamedTuple):
-    """An overlay that a query may be about."""
+    """An overlay that matches a query."""
 
     overlay: Erratum
     symptom: str
-    """Its symptom that is nearest to the query."""
+    """The overlay's symptom that is closest to the query."""
     score: float
-    """Between 0 and 1: how much of the query was found, by weight."""
+    """Between 0 and 1: the share of the query that was found, by weight."""
 
 
 def search(query: str, overlays: Sequence[Erratum], most: int = 5) -> list[FoundSymptom]:
-    """Return the overlays that a query may be about, the best first.
+    """Return the overlays that match a query, the best first.
 
     Args:
-        query: the words of a person.
-        overlays: every declaration; parts of one are looked at once.
-        most: how many at most.
+        query: the words of the user.
+        overlays: every declaration; the parts of one overlay count once.
+        most: maximum number of results.
     """
     every = list({each.id: each for each in overlays}.values())
     texts = {
@@ -102,9 +102,9 @@ def _match(
 
     best = max(overlay.symptoms, key=closeness)
     share, of_symptom = closeness(best)
-    beside = sum(weights[word] for word in (asked & other) - _words(best)) / total
-    # How much of the symptom is in the query decides between overlays that have as much of the query.
-    return FoundSymptom(overlay, best, min(1.0, share * (0.9 + 0.1 * of_symptom) + _OTHER_TEXTS * beside))
+    elsewhere = sum(weights[word] for word in (asked & other) - _words(best)) / total
+    # Between overlays that match the same share of the query, the share of the symptom that is in the query decides.
+    return FoundSymptom(overlay, best, min(1.0, share * (0.9 + 0.1 * of_symptom) + _OTHER_TEXTS * elsewhere))
 
 
 def _words(text: str) -> set[str]:
@@ -129,7 +129,7 @@ def page(overlays: Sequence[Erratum], ranges: Mapping[str, str], generated: str)
     Args:
         overlays: every declaration.
         ranges: the releases that each overlay repairs or gates, by id.
-        generated: the sentence that says how the page is made.
+        generated: the sentence that names the command that generates the page.
     """
     rows: dict[str, list[tuple[str, Erratum]]] = {name: [] for name, _ in _AREAS}
     for each in {one.id: one for one in overlays}.values():
@@ -160,10 +160,10 @@ def _note(erratum: Erratum) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a symptom as it stands in a table: a sentence, with names of code marked as such."""
+    """Return a symptom as the cell of a table: a sentence, with names of code marked as such."""
     first = text.split()[0]
-    told = text if _CODE.fullmatch(first) else text[:1].upper() + text[1:]
-    return _CODE.sub(lambda found: f"`{found[0]}`", told).replace("|", r"\|")
+    sentence = text if _CODE.fullmatch(first) else text[:1].upper() + text[1:]
+    return _CODE.sub(lambda found: f"`{found[0]}`", sentence).replace("|", r"\|")
 
 
 def area(symptom: str) -> str:

@@ -137,11 +137,14 @@ def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift,
     data = json.loads(drift("--import", launcher, "--json", env=env).stdout)
 
     assert done.returncode == 1
-    assert "1 names lead to code of somebody else, 1 to an overlay's" in done.stdout
+    assert "1 names lead to third-party code, 1 to an overlay's" in done.stdout
     assert f"untracked: {upstream.module_name}.Layer.forward is now {launcher}.quick (" in done.stdout
     assert f"{launcher}.py:5)" in done.stdout
     assert f"tracked: {upstream.module_name}.double by overlay double-fix" in done.stdout
-    assert "next: make an overlay of what was replaced, or take it out of what replaces it" in done.stdout
+    assert (
+        "next: make an overlay of the replacement, or remove the replacement from the code that installs it"
+        in done.stdout
+    )
     replaced = {each["symbol"]: each["overlay"] for each in data["running"]["replaced"]}
     assert replaced == {"Layer.forward": None, "double": "double-fix"}
 
@@ -158,7 +161,7 @@ def test_a_launcher_that_replaces_nothing_is_clean_and_one_that_fails_is_an_erro
     failing = drift("--import", f"{upstream.name}.failing", env=env)
 
     assert quiet.returncode == 0
-    assert "0 names lead to code of somebody else" in quiet.stdout
+    assert "0 names lead to third-party code" in quiet.stdout
     assert failing.returncode == ExitCode.NOT_CHECKED
     assert failing.stderr == f"megacpp-overlays: --import {upstream.name}.failing: OSError: no such device\n"
 
@@ -189,7 +192,7 @@ def test_a_distribution_that_was_asked_for_and_is_not_here_is_not_clean(
 
     says = capsys.readouterr().out
     assert "not installed: lab-stack" in says
-    assert "next: install what was asked for, or put its checkout on PYTHONPATH: lab-stack" in says
+    assert "next: install these distributions, or put their checkouts on PYTHONPATH: lab-stack" in says
     assert "no drift" not in says
 
 

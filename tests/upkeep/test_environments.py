@@ -94,7 +94,7 @@ def test_every_distribution_that_differs_is_named_and_no_other(
 def test_another_python_or_platform_is_a_difference(tmp_path: Path, head: dict[str, str], says: str) -> None:
     lock = write_lock(tmp_path, INSTALLED, **head)
 
-    with pytest.raises(LockError, match="is not what this lock says") as caught:
+    with pytest.raises(LockError, match="differs from this lock") as caught:
         environments.of(lock, python=HERE)
 
     assert says in str(caught.value)
@@ -199,7 +199,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
     [
         ("echo 'no such library' >&2; exit 3", "exit code 3: no such library"),
         ("exit 3", "exit code 3: no output"),
-        ("echo no JSON", "it does not say what it holds"),
+        ("echo no JSON", "it does not list its distributions"),
         ("sleep 60", "it does not say within 0.3 seconds"),
     ],
 )

@@ -116,7 +116,9 @@ def test_an_environment_that_this_package_does_not_run_in_is_refused(tmp_path: P
     bare = made_environments.make(tmp_path / "bare", BROKEN_TEXT, "1.0", needed=())
 
     for look in (evidence.probe, evidence.pre_flight):
-        with pytest.raises(UpkeepError, match="No module named 'wrapt'; its lock must pin what this package needs"):
+        with pytest.raises(
+            UpkeepError, match="No module named 'wrapt'; its lock must pin the dependencies of this package"
+        ):
             look(bare)
 
 

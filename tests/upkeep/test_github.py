@@ -207,7 +207,7 @@ FAILED = {
     "a refusal that is no limit": (Reply({"message": "Resource not accessible"}, 403), "answered 403 Forbidden"),
     "a list": (Reply([{"number": 1}]), "the answer is no object"),
     "an empty list": (Reply([]), "the answer is no object"),
-    "a redirect to no address": (Reply({}, 302, {"Location": "http://[nonsense"}), "leads to what is no address"),
+    "a redirect to no address": (Reply({}, 302, {"Location": "http://[nonsense"}), "leads to an invalid address"),
     "a ring of redirects": (Reply(None, 301, {"Location": PATH}), "more than 5 redirects"),
     "a host that hangs up": (Reply(hang_up=True), "no whole answer"),
     **{
@@ -220,7 +220,7 @@ FAILED = {
     **{
         f"a body packed by {packed}": (
             Reply(TWICE_PACKED, headers={"Content-Encoding": packed}),
-            f"packed as '{packed}', which nobody asked for",
+            f"packed as '{packed}', which was not requested",
         )
         for packed in ("br", "zstd", "gzip, gzip")
     },

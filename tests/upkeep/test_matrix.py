@@ -228,7 +228,7 @@ def test_what_releases_are_laid_beside_must_be_here(combination: Gate, index: In
     code, _, err = run("--offline", combination.id)
 
     assert code == ExitCode.NOT_CHECKED
-    assert f"{PACKAGE} 1.0.0, which releases of {OTHER} are laid beside, is not in the cache" in err
+    assert f"{PACKAGE} 1.0.0, which releases of {OTHER} are read together with, is not in the cache" in err
 
 
 def test_a_damaged_release_beside_others_spoils_all_of_them_and_is_named(
@@ -277,7 +277,9 @@ def test_a_kept_matrix_without_what_a_gate_needs_says_so(
     code, _, err = run("--offline", "--check", tmp_path / "kept")
 
     assert code == ExitCode.NOT_CHECKED
-    assert f"{PACKAGE} is not in the kept matrix, and releases in it are laid beside one; use --write" in err
+    assert (
+        f"{PACKAGE} is not in the kept matrix, and releases in it are read together with one of it; use --write" in err
+    )
 
 
 @pytest.mark.parametrize(
@@ -711,10 +713,10 @@ def test_another_source_of_the_probe_makes_it_stale(kept: Path, run: Run) -> Non
 def test_an_edited_page_or_none_is_stale(kept: Path, run: Run) -> None:
     page = kept / "matrix.html"
     page.write_text(page.read_text().replace("BROKEN", "FIXED"))
-    assert "matrix.html is not made from the matrix.json beside it" in run("--offline", "--check", kept)[1]
+    assert "matrix.html is not made from the matrix.json next to it" in run("--offline", "--check", kept)[1]
 
     page.unlink()
-    assert "matrix.html is not made from the matrix.json beside it" in run("--offline", "--check", kept)[1]
+    assert "matrix.html is not made from the matrix.json next to it" in run("--offline", "--check", kept)[1]
 
 
 def test_a_date_that_was_edited_is_stale(kept: Path, run: Run) -> None:
@@ -753,7 +755,7 @@ def test_what_follows_from_the_findings_cannot_be_edited(
     code, out, _ = run("--offline", "--check", kept)
 
     assert code == 1
-    assert "matrix.json is not what --write makes of these releases" in out
+    assert "matrix.json differs from the output of --write for these releases" in out
 
 
 @pytest.mark.parametrize("how", [{"date": "2025-01-01"}, {"date": "2026-03-04", "dated": "built"}])

@@ -247,14 +247,14 @@ def test_an_answer_in_which_something_is_of_another_type_is_an_error(
     body = json.dumps({"meta": {"api-version": "1.1"}, "name": PACKAGE, **changes}).encode()
     index.answer = lambda _: (200, JSON, body)  # type: ignore[method-assign]
 
-    with answers() as asked, pytest.raises(UpkeepError, match=r"says what cannot be read|has no release"):
+    with answers() as asked, pytest.raises(UpkeepError, match=r"index cannot be read|has no release"):
         asked.get(PACKAGE)
 
 
 def test_json_that_is_nested_without_end_is_an_error(index: Index, answers: Callable[..., IndexAnswers]) -> None:
     index.answer = lambda _: (200, JSON, b"[" * 100_000)  # type: ignore[method-assign]
 
-    with answers() as asked, pytest.raises(UpkeepError, match="says what cannot be read"):
+    with answers() as asked, pytest.raises(UpkeepError, match="the answer of the configured index cannot be read"):
         asked.get(PACKAGE)
 
 
@@ -317,7 +317,7 @@ def test_where_the_index_fails_its_last_answer_is_used_and_that_is_said(
         assert again.get(PACKAGE) == answer
 
     assert said == [
-        f"the configured index answers with an error (HTTP {status}): what it said of {PACKAGE} on {answer.asked} is used"
+        f"the configured index answers with an error (HTTP {status}): its answer about {PACKAGE} of {answer.asked} is used"
     ]
 
 

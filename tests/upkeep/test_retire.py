@@ -65,7 +65,7 @@ DATE, made-target 2.0
   CHANGELOG.md: Overlay `double-fix` (pack 99): made-target 2.0 is right without it. Its reproducer stays as a \
 regression guard. Unpatched from here on: `broken` (made-target 1.0).
 
-Edit, because these lines name what is gone:
+Edit, because these lines name the removed overlay or its files:
   README.md:7: | `double-fix` | double adds one |
   README.md:12: `MEGACPP_OVERLAY_DOUBLE_FIX=off` switches it off.
   packs/99-double/README.md:7: | Overlay | `double-fix` |
@@ -393,7 +393,7 @@ def test_a_lane_with_the_name_of_the_lock_is_looked_at_where_it_is_another_file(
     assert done.returncode == 1
     state, said = checklist(done)["lane fixed"]
     assert state == "refused"
-    assert said.startswith("made-target 1.0: nobody knows whether it needs it")
+    assert said.startswith("made-target 1.0: it is unknown whether it needs it")
     assert checkout.status == set()
 
 
@@ -422,7 +422,7 @@ def test_a_lane_without_environment_is_known_only_by_the_same_files(checkout: Ch
         "made-target 2.0: needs it no more; it pins the same files as locks/fixed.txt",
     )
     assert items["lane rebuilt"][0] == "refused"
-    assert "nobody knows whether it needs it; no environment holds this lock" in items["lane rebuilt"][1]
+    assert "it is unknown whether it needs it; no environment holds this lock" in items["lane rebuilt"][1]
     assert "lane unrelated" not in items
 
 
@@ -503,7 +503,7 @@ def test_the_overlay_of_a_plugin_is_retired_by_its_publisher(checkout: Checkout)
     done = checkout.run("retire", ID, "--lock", "locks/fixed.txt", MEGACPP_OVERLAYS_PLUGINS="ours")
 
     assert done.returncode == ExitCode.NOT_CHECKED
-    assert "there is no overlays/double_fix.py in this checkout: whoever publishes the plugin" in done.stderr
+    assert "there is no overlays/double_fix.py in this checkout: the publisher of the plugin" in done.stderr
 
 
 # For real

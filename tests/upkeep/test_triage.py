@@ -117,7 +117,7 @@ def facts(
         (facts(probed(U), probed(A, B), case(REPRODUCED, VALIDATED)), KEEP, "still broken"),
         (facts(probed(B), probed(F), case(NOT_PRESENT)), RETIRE, "passes the reproducer without the overlay"),
         (facts(probed(F), probed(F), case(NOT_PRESENT)), RETIRE, "without the overlay, as before the upgrade"),
-        (facts(probed(A), probed(F), case(NOT_PRESENT)), RETIRE, "what it is about is new and right"),
+        (facts(probed(A), probed(F), case(NOT_PRESENT)), RETIRE, "its target is new and right"),
         (facts(probed(F), probed(A), case(NOT_PRESENT)), RETIRE, "upstream had repaired it, and its target is gone"),
         (facts(probed(A), probed(A)), NOTHING, "on both: seen 0"),
         (facts(probed(B), probed(A, version=None)), NOTHING, "made is not in this environment any more"),
@@ -468,7 +468,7 @@ def test_what_looks_repaired_is_proved_in_its_environment_and_retires(
     assert code == 1
     assert "made_target 1.0 -> 3.1 BROKEN FIXED retire" in one_line(said.out)
     assert "BUG_NOT_PRESENT double: double(1) = 2" in one_line(said.out)
-    assert "proving what looks repaired: double-fix" in said.err
+    assert "proving parts that look repaired: double-fix" in said.err
     assert len(list((tmp_path / "witnesses").iterdir())) == 1
 
 
@@ -657,7 +657,7 @@ def test_an_environment_that_does_not_hold_its_lock_is_refused(
     assert run("broken", "fixed", "--to-python", str(releases["broken"].python)) == ExitCode.NOT_CHECKED
 
     said = capsys.readouterr().err
-    assert "is not what this lock says: made-target is 1.0, not 2.0" in said
+    assert "differs from this lock: made-target is 1.0, not 2.0" in said
 
 
 def test_an_overlay_that_an_environment_does_not_know_is_named(
@@ -858,7 +858,7 @@ def test_a_move_back_says_what_becomes_absent(capsys: pytest.CaptureFixture[str]
     ("release", "says"),
     [
         ("megatron-core==9.9", "does not know it (of megatron-core it knows 0.1.0 to"),
-        ("megatron-core==0.18.2", "what is installed here, so nothing changes"),
+        ("megatron-core==0.18.2", "this version is installed here already, so nothing changes"),
         ("liger-kernel==0.8.5", "liger-kernel is not installed here"),
         ("numpy==2.0", "no overlay is about numpy"),
         ("megatron-core==0.19.*", "NAME==VERSION with one version"),

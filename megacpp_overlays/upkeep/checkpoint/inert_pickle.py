@@ -1,11 +1,11 @@
-"""Read a pickle from an untrusted source without making or calling anything that it names.
+"""A reader for pickles from untrusted sources that neither instantiates nor calls anything that the pickle names.
 
-A pickle may name any function and have it called. Here a name becomes a class of its own that does nothing: it keeps what it
-is called with and what state it is given. So nothing is imported, and what comes out is lists, dictionaries, tuples, numbers,
-texts, and such objects.
+A pickle may name any function and have it called. Here each name becomes an inert class of its own, which only keeps its call
+arguments and its state. So nothing is imported, and the result consists of lists, dictionaries, tuples, numbers, texts, and inert
+objects.
 
 A pickle of a few bytes may also ask for gigabytes: for a buffer of a length that it names, or for many objects of one byte
-each. What its objects take is estimated while they are made, and a pickle that asks for much more than its length explains is
+each. The memory of its objects is estimated while they are made, and a pickle that asks for much more than its length explains is
 refused.
 """
 
@@ -21,17 +21,17 @@ from megacpp_overlays.errors import CheckpointError
 
 
 class Inert:
-    """Stands for an object of a class that is not made, or for what a function that is not called would return."""
+    """Placeholder for an instance of a class that is not instantiated, or for the result of a function that is not called."""
 
     kind = ""
     """The qualified name of the class or function."""
     given: tuple[Any, ...]
-    """What it was made with."""
+    """The positional arguments of its construction."""
     state: Any = None
-    """What it was filled with, such as a dictionary of attributes."""
+    """The state from the pickle, such as a dictionary of attributes."""
 
     def __new__(cls, *given: Any, **_: Any) -> Inert:
-        """Keep what it is made with."""
+        """Create the placeholder and keep its positional arguments."""
         made = object.__new__(cls)
         made.given = given
         return made
@@ -43,44 +43,44 @@ class Inert:
         self.state = state
 
     def attribute(self, name: str) -> Any:
-        """Return an attribute of the object that it stands for; None where it has none."""
+        """Return an attribute of the represented object; None where it has no such attribute."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Take an entry, as a dictionary of its own class would."""
+        """Accept an entry and drop it, because the represented class may be a dictionary."""
 
     def append(self, value: Any) -> None:
-        """Take an entry, as a list of its own class would."""
+        """Accept an entry and drop it, because the represented class may be a list."""
 
 
-def load(file: IO[bytes], what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """Return what a pickle says.
+def load(file: IO[bytes], name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """Return the object that a pickle describes.
 
     Args:
-        file: where it begins.
-        what: what it is, for the error.
-        persistent: makes what an id that the pickle leaves to its reader stands for; without it there must be none.
+        file: the file, positioned at the start of the pickle.
+        name: the name of the pickle in error messages.
+        persistent: resolves the pickle's persistent ids; without it the pickle must have none.
 
     Raises:
-        CheckpointError: it is none, or a damaged one, or asks for too much memory.
+        CheckpointError: the file is no pickle, a damaged one, or one that asks for too much memory.
     """
     try:
         return _InertReader(file, persistent).load()
     except _TooManyBytesError as error:
-        raise CheckpointError(f"{what} is not read: {error}") from error
-    except Exception as error:  # the file may be anything, and so may what its reader stumbles over
-        raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{name} is not read: {error}") from error
+    except Exception as error:  # the file may hold anything, so its reader may raise anything
+        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 _ROOM = 64 << 20
 """Bytes that any pickle may ask for."""
 _ROOM_FOR_A_BYTE = 64
-"""Bytes more for each byte of a pickle. Metadata of torch.distributed.checkpoint ask for 33 by this estimate, and take 20."""
+"""Additional bytes for each byte of a pickle. Metadata of torch.distributed.checkpoint ask for 33 by this estimate, and take 20."""
 _MOST_ROOM = 8 << 30
 _MOST_KINDS = 1000
-"""Classes and functions that are named. Metadata name some dozen."""
+"""Maximum number of named classes and functions. Metadata name some dozen."""
 _OTHER = 64
-"""Bytes of a small object, and of its place on the stack and in a list or dictionary."""
+"""Bytes of a small object, and of its slot on the stack and in a list or dictionary."""
 _SIZES = {
     **dict.fromkeys((pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.REDUCE, pickle.OBJ, pickle.INST), 250),
     **dict.fromkeys((pickle.EMPTY_SET, pickle.FROZENSET, pickle.ADDITEMS), 250),
@@ -89,14 +89,14 @@ _SIZES = {
     **dict.fromkeys((pickle.GET, pickle.BINGET, pickle.LONG_BINGET, pickle.DUP), 8),
     **dict.fromkeys((pickle.BUILD, pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.APPENDS, pickle.POP), 0),
 }
-"""Bytes of what an operation makes, where they are others. The content of texts and of numbers is in the pickle itself."""
+"""Bytes that an operation's result takes, where they differ from `_OTHER`. The content of texts and numbers is in the pickle itself."""
 
 
 class _TooManyBytesError(Exception):
     """Raised for a pickle that asks for too much memory."""
 
 
-# The one in C makes room for as many objects as a file says that it has; this one for what is there.
+# The unpickler in C allocates for as many objects as a file claims to have; this one only for the objects that are in it.
 class _InertReader(pickle._Unpickler):  # noqa: SLF001
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
 
@@ -110,10 +110,10 @@ class _InertReader(pickle._Unpickler):  # noqa: SLF001
         self._room = min(_ROOM + _ROOM_FOR_A_BYTE * self._length, _MOST_ROOM)
 
     def take(self, size: int) -> None:
-        """Count what an operation makes.
+        """Subtract the bytes of an operation's result from the memory budget.
 
         Raises:
-            _TooManyBytesError: there is no room for it.
+            _TooManyBytesError: the budget is used up.
         """
         self._room -= size
         if self._room < 0:
@@ -135,7 +135,7 @@ class _InertReader(pickle._Unpickler):  # noqa: SLF001
 
 
 def _buffer(reader: Any) -> None:
-    """Read a bytearray, as much of it as there is. The standard library first makes one of the length that is named."""
+    """Read the bytes of a bytearray that are in the file. The standard library first allocates the claimed length."""
     (length,) = struct.unpack("<Q", reader.read(8))
     reader.take(length)
     reader.append(bytearray(reader.read(length)))

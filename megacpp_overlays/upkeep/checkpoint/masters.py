@@ -1,8 +1,8 @@
-"""The fp32 weights in a fully reshardable checkpoint, each against the weight of the same parameter in the same checkpoint.
+"""The comparison of the fp32 weights in a fully reshardable checkpoint with the model's weights in the same checkpoint.
 
 Keys of that format: `optimizer.state.param.NAME` (fp32), `optimizer.state.exp_avg.NAME` and so on, with the shape and the
-shards of the model's own `NAME`. Other formats call the fp32 weights `fp32_param`, or keep whole buckets, and are not
-written wrong.
+shards of the model's own `NAME`. Other formats call the fp32 weights `fp32_param`, or keep whole buckets, and do not have
+this defect.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Tensors = Mapping[str, tuple[StoredShard, ...]]
 
 
 class CheckpointVerdict(enum.Enum):
-    """What is known of a whole checkpoint."""
+    """The verdict on a whole checkpoint."""
 
     NOT_CONCERNED = "not concerned"
-    """It has no state in this format."""
+    """The checkpoint has no state in this format."""
     RIGHT = "right"
-    """The fp32 weights of every parameter are its own."""
+    """Every parameter has its own fp32 weights."""
     BROKEN = "written broken"
-    """Those of some are not, with the marks of this defect."""
+    """Some parameters have fp32 weights that are not their own, with the marks of this defect."""
     UNKNOWN = "cannot be told"
-    """Some differ without a mark of it, or there is nothing to compare them with, and none has a mark."""
+    """Some fp32 weights differ without a mark of the defect, or cannot be compared, and none has a mark."""
 
 
 class ParameterFinding(NamedTuple):
-    """What is known of one parameter."""
+    """The finding about one parameter."""
 
     name: str
     marks: Marks | None
-    """What its shards show, the worst of them; None where they cannot be compared."""
+    """The marks of its worst shard; None where the shards cannot be compared."""
     why: str = ""
-    """Why not."""
+    """The reason why the shards cannot be compared."""
 
     @property
     def is_right(self) -> bool:
-        """Whether its fp32 weights are its own."""
+        """Whether the fp32 weights are the parameter's own."""
         return self.marks is not None and not self.marks.differs
 
     def __str__(self) -> str:
@@ -63,14 +63,14 @@ class ParameterFinding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What is known of a checkpoint."""
+    """The findings about a checkpoint."""
 
     folder: Path
     parameters: tuple[ParameterFinding, ...]
 
     @property
     def verdict(self) -> CheckpointVerdict:
-        """What is known of it as a whole."""
+        """The verdict on the whole checkpoint."""
         if not self.parameters:
             return CheckpointVerdict.NOT_CONCERNED
         if any(each.marks is not None and each.marks.shows_the_defect for each in self.parameters):
@@ -78,7 +78,7 @@ class Report(NamedTuple):
         return CheckpointVerdict.RIGHT if all(each.is_right for each in self.parameters) else CheckpointVerdict.UNKNOWN
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as plain data."""
+        """Return the report as plain data."""
         return {
             "schema": 1,
             "checkpoint": str(self.folder),
@@ -97,10 +97,10 @@ class Report(NamedTuple):
 
 
 def check(folder: Path, progress: Callable[[str], object] = lambda _: None) -> Report:
-    """Compare every parameter of a checkpoint; nothing is written, and what is read is not called.
+    """Compare every parameter of a checkpoint, without writing files or running code from the checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     tensors = stored_tensors.read(folder)
     keys: dict[tuple[str, str], list[str]] = {}
@@ -133,7 +133,7 @@ def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Se
             found.append(marks(opened[0], opened[1], opened[2:]))
             some_are_own = some_are_own or (not found[-1].differs and has_many_numbers(opened[1], opened[1].numel))
     if some_are_own:
-        # All shards of a parameter are cut alike, so the zeros of the others are those of rows that were added.
+        # All shards of a parameter are cut in the same way, so the zeros of the other shards are those of added rows.
         found = [each._replace(zero_tail=each.zero_tail if each.displaced_by else 0) for each in found]
     return ParameterFinding(name, max(found, key=_badness, default=Marks(differs=False)))
 

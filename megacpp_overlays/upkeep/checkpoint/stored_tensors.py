@@ -1,8 +1,8 @@
-"""The tensors in a folder that torch.distributed.checkpoint wrote, read in blocks, without torch's own reader.
+"""A block-wise reader of the tensors in a folder that torch.distributed.checkpoint wrote, without torch's own reader.
 
-`.metadata` is a pickle, and so is what each tensor says about itself; both are read by `inert_pickle`. The numbers of a tensor
-lie in a zip archive, uncompressed, somewhere in a file of many. Everything that a file says about places and sizes is held
-against the file before anything is read.
+`.metadata` is a pickle, and so is the header of each tensor; `inert_pickle` reads both. The numbers of a tensor are in a zip
+archive, uncompressed, at some position in a file of many archives. All offsets and sizes are checked against the file before
+the numbers are read.
 
 Format: https://docs.pytorch.org/docs/2.11/distributed.checkpoint.html (FileSystemReader), as of torch 2.0 to 2.11.
 """
@@ -26,7 +26,8 @@ from megacpp_overlays.upkeep.checkpoint.inert_pickle import Inert
 
 METADATA = ".metadata"
 _LARGEST_METADATA = 1 << 30
-"""Bytes. Some hundreds for each shard, and the largest models have some hundred thousand of them."""
+"""Maximum size of `.metadata` in bytes. It has some hundreds of bytes for each shard, and the largest models have some hundred
+thousand shards."""
 _LARGEST_HEADER = 1 << 20
 _LATEST = "latest_checkpointed_iteration.txt"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -39,22 +40,22 @@ _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class StoredShard(NamedTuple):
-    """One rectangular part of a tensor, and where it is kept."""
+    """One rectangular part of a tensor, with its position in a file."""
 
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """The offsets of its first element in the whole tensor."""
     file: str
     start: int
-    """Bytes from the beginning of the file."""
+    """Offset in the file in bytes."""
     length: int
-    """Bytes."""
+    """Length in bytes."""
 
 
 def read(folder: Path) -> Mapping[str, tuple[StoredShard, ...]]:
     """Return the shards of every tensor of a checkpoint by its name.
 
     Raises:
-        CheckpointError: there is none in the folder, or it cannot be read.
+        CheckpointError: there is no checkpoint in the folder, or it cannot be read.
     """
     path = folder / METADATA
     try:
@@ -97,11 +98,11 @@ def _shard(index: object, place: object, path: Path) -> tuple[str, StoredShard]:
             if place.attribute("transform_descriptors"):
                 raise CheckpointError(f"{path}: {name} is stored compressed or encrypted, which is not read here")
             return name, StoredShard(offsets, file, start, length)
-    raise CheckpointError(f"{path} has an entry that does not say what it is and where it lies")
+    raise CheckpointError(f"{path} has an entry without a valid name, offset, file, start or length")
 
 
 def _numbers(size: object) -> tuple[int, ...] | None:
-    """Return what a torch.Size, or nothing in its place, says."""
+    """Return the numbers of a torch.Size; an empty tuple for None, and None where it is malformed."""
     if size is None:
         return ()
     given = size.given[0] if isinstance(size, Inert) and size.given else size
@@ -113,7 +114,7 @@ def _are_sizes(*values: object) -> bool:
 
 
 class StoredValues:
-    """The numbers of one shard, flattened: `read` gives a part of them. Close it, or use it as a context."""
+    """The numbers of one shard, flattened; `read` returns a part of them. Use it as a context manager, which closes the file."""
 
     def __init__(self, folder: Path, shard: StoredShard, name: str) -> None:
         self._name = name
@@ -133,7 +134,7 @@ class StoredValues:
         self._closing.close()
 
     def read(self, start: int, stop: int) -> Any:
-        """Return a tensor [stop - start]."""
+        """Return the numbers from `start` to `stop` as a tensor [stop - start]."""
         import torch
 
         size = _SIZES[self.dtype]
@@ -144,7 +145,7 @@ class StoredValues:
         return torch.frombuffer(content, dtype=getattr(torch, self.dtype)) if content else torch.empty(0)
 
     def _header(self, window: _Window) -> tuple[str, tuple[int, ...], int]:
-        """Return dtype, shape, and where in the file the numbers begin."""
+        """Return dtype, shape, and the offset of the numbers in the file."""
         with zipfile.ZipFile(window) as archive:
             entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
         if "data.pkl" not in entries:
@@ -191,7 +192,7 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """A file object over a part of a file."""
 
     def __init__(self, file: BinaryIO, shard: StoredShard) -> None:
         self.start, self._length, self._at, self._file = shard.start, shard.length, 0, file
@@ -206,7 +207,7 @@ class _Window(io.RawIOBase):
         return self.read(entry.file_size)
 
     def place(self, entry: zipfile.ZipInfo) -> int:
-        """Return where the content of an uncompressed entry begins."""
+        """Return the offset of the content of an uncompressed entry in the window."""
         self.seek(entry.header_offset)
         mark, _, flags, method, *_, name, extra = _LOCAL_HEADER.unpack(self.read(_LOCAL_HEADER.size))
         place = int(entry.header_offset + _LOCAL_HEADER.size + name + extra)

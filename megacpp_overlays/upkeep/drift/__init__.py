@@ -1,1 +1,1 @@
-"""The comparison of what is installed and loaded with what was published."""
+"""The comparison of installed distributions and loaded modules with their published form."""

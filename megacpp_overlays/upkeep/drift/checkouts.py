@@ -1,9 +1,9 @@
-"""The package folders of a source checkout against the commit that is checked out.
+"""The comparison of the package folders of a source checkout with the commit that is checked out.
 
-git itself compares, through an index that is read afresh from the commit. So it does not matter what is staged, which
-files the repository's own index was told to pass over, or what it remembers of them. And a filter, or a rule of what to
-ignore, that somebody keeps beside the commit hides nothing: content is compared without filters, none of which is run, and
-Python files are listed although they are ignored. A submodule that is checked out is compared in the same way.
+git itself compares, through a temporary index that is read from the commit. So staged changes, flags of the repository's own
+index such as `assume-unchanged`, and its cached file states have no effect. Filters and ignore rules outside the commit hide
+no change either: content is compared without running filters, and ignored Python files are listed. A submodule that is
+checked out is compared in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacpp_overlays.upkeep.drift.published import FileDifference, Files
 from megacpp_overlays.upkeep.drift.records import Kind
 
 _PLAIN = (
-    "core.fileMode=false",  # who may execute it is no part of what it says
+    "core.fileMode=false",  # execute permission is no part of the content
     "core.untrackedCache=false",
     f"core.excludesFile={os.devnull}",
     f"core.attributesFile={os.devnull}",
@@ -32,10 +32,10 @@ _KINDS = {"M": Kind.CHANGED, "T": Kind.CHANGED, "D": Kind.MISSING, "?": Kind.ADD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
-    """What one work tree holds of some packages."""
+    """The comparison of some packages in one work tree with its commit."""
 
     commit: str
-    """Full id."""
+    """Full id of the commit."""
     top: Path
     files: Files
 
@@ -43,15 +43,15 @@ class Checkout:
 def compare(paths: Sequence[Path], base: Path) -> Checkout:
     """Compare folders and files of one work tree with its commit.
 
-    What is ignored is passed over, except for what Python would import from the package folders. Where the whole work
-    tree is compared it is passed over altogether: environments and builds are in there.
+    Ignored files are skipped, except for files in the package folders that Python would import. If the whole work tree is
+    compared, all ignored files are skipped, because environments and builds are among them.
 
     Args:
         paths: package folders, or modules, of one work tree.
-        base: the folder that names of files are relative to: the one that holds the outermost packages.
+        base: the folder that file names are relative to, which holds the outermost packages.
 
     Raises:
-        GitError: they are in no work tree, its commit does not have them, or git says no; the text is git's.
+        GitError: the paths are in no work tree, its commit does not have them, or git fails; the message is git's.
     """
     top = Path(_git(base, "rev-parse", "--show-toplevel").removesuffix("\n"))
     commit = _git(top, "rev-parse", "--verify", "HEAD^{commit}").strip()
@@ -85,9 +85,9 @@ def _is_imported(path: Path) -> bool:
 
 
 def _compared(committed: Sequence[str], top: Path) -> tuple[list[str], set[str]]:
-    """Return the files that are not what was committed, whatever a filter makes of them, and those kept by their hash.
+    """Return the files whose unfiltered content differs from the commit, and the files that Git LFS keeps by their hash.
 
-    Line ends do not count: `core.autocrlf` is how Windows has them. Git LFS keeps content by its hash.
+    Line ends do not count, because `core.autocrlf` changes them on Windows.
     """
     changed, large = [], set()
     for line in committed:
@@ -95,7 +95,7 @@ def _compared(committed: Sequence[str], top: Path) -> tuple[list[str], set[str]]
         mode, blob, _ = about.split(" ")
         path = top / file
         if not mode.startswith("100") or path.is_symlink() or not path.is_file() or _is_beyond_a_link(path, top):
-            continue  # git reads links as they are, and has said what is missing
+            continue  # git itself compares links and reports missing files
         content = path.read_bytes()
         plain = content.replace(b"\r\n", b"\n")
         if blob in {_blob(content, blob), _blob(plain, blob)}:
@@ -108,12 +108,12 @@ def _compared(committed: Sequence[str], top: Path) -> tuple[list[str], set[str]]
 
 
 def _is_beyond_a_link(path: Path, top: Path) -> bool:
-    """Return whether a link stands in the place of a folder above a file: what is behind it is not of this work tree."""
+    """Return whether a folder above a file is a symbolic link, so that the file is outside of this work tree."""
     return any(above.is_symlink() for above in path.parents if above.is_relative_to(top) and above != top)
 
 
 def _changed_submodules(committed: Sequence[str], top: Path) -> Iterator[str]:
-    """Yield the submodules that are checked out and hold something else than their own commit has."""
+    """Yield the submodules that are checked out and differ from their own commit."""
     for line in committed:
         about, _, file = line.partition("\t")
         if (
@@ -126,13 +126,13 @@ def _changed_submodules(committed: Sequence[str], top: Path) -> Iterator[str]:
 
 
 def _blob(content: bytes, like: str) -> str:
-    """Return the id that git gives to content in the repository of another id, which may be one of SHA-256."""
+    """Return the id that git gives to content; `like` is an id of the repository, whose length selects SHA-1 or SHA-256."""
     algorithm = "sha1" if len(like) == 40 else "sha256"
     return hashlib.new(algorithm, b"blob %d\0%b" % (len(content), content), usedforsecurity=False).hexdigest()
 
 
 def _is_large(content: bytes, top: Path, blob: str) -> bool:
-    """Return whether the commit has the hash of a content in its place, as Git LFS has it."""
+    """Return whether the commit has a Git LFS pointer with the hash of a content."""
     pointer = _git(top, "cat-file", "blob", blob)
     hashed = f"oid sha256:{hashlib.sha256(content).hexdigest()}"
     return pointer.startswith("version https://git-lfs.github.com/spec/") and hashed in pointer.splitlines()

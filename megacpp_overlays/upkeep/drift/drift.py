@@ -1,4 +1,4 @@
-"""The comparison of what is installed with what was published: files with their RECORD, checkouts with their commit."""
+"""The comparison of installed distributions with their published form: files with RECORD, checkouts with their commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STACK: Mapping[str, str | None] = {
     "liger-kernel": "liger_kernel",
     "tilelang": "tilelang",
 }
-"""What is looked at besides the targets of overlays, and what each is imported as; None is part of another one."""
+"""Distributions that are examined in addition to the targets of overlays, each with its import name; None is part of another one."""
 
 
 class DriftState(enum.Enum):
@@ -38,9 +38,9 @@ class DriftState(enum.Enum):
 
     CLEAN = "clean"
     TRACKED = "tracked"
-    """It is no part of what was published, and this package wrote it."""
+    """The file was not published with a distribution, and this package wrote it."""
     UNTRACKED = "untracked"
-    """It differs, and nothing accounts for that."""
+    """The distribution or file differs, and the difference is unexplained."""
     UNCHECKED = "cannot be checked"
 
 
@@ -51,18 +51,18 @@ class DistributionDrift:
     distribution: str
     version: str | None
     where: str
-    """What its files were compared with."""
+    """The reference of the comparison, such as RECORD or a commit."""
     checked: int
-    """How many files were compared."""
+    """Number of compared files."""
     differences: tuple[FileDifference, ...] = ()
     unchecked: tuple[str, ...] = ()
-    """What nothing can be said about, with reasons."""
+    """Files or folders that cannot be checked, with reasons."""
     restore: str = ""
-    """The command that makes it what was published."""
+    """The command that restores the published form."""
 
     @property
     def state(self) -> DriftState:
-        """The worst that was found."""
+        """The worst state among the files."""
         if self.differences:
             return DriftState.UNTRACKED
         return DriftState.UNCHECKED if self.unchecked else DriftState.CLEAN
@@ -70,24 +70,24 @@ class DistributionDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftReport:
-    """All rows, and what does not belong to one."""
+    """The rows of all distributions, and the distributions that were not found."""
 
     rows: tuple[DistributionDrift, ...]
     absent: tuple[str, ...]
-    """What was looked for and is neither installed nor importable."""
+    """Distributions that are neither installed nor importable."""
     quick: bool
     required: bool = False
-    """Whether somebody asked for each by its name, so that nothing said is no answer."""
+    """Whether the user named each distribution, so that an absent one is a failure."""
 
     @property
     def clean(self) -> bool:
-        """Whether everything was checked, and is as published."""
+        """Whether everything was checked and is as published."""
         answered = not (self.required and self.absent)
         return answered and all(row.state is DriftState.CLEAN for row in self.rows)
 
 
 def usual(overlays: Collection[Erratum]) -> tuple[str, ...]:
-    """Return what is looked at unless something else is asked for: targets and the stack."""
+    """Return the distributions that are examined by default: targets and the stack."""
     return tuple(sorted({*STACK, *(canonicalize_name(overlay.target.distribution) for overlay in overlays)}))
 
 
@@ -99,14 +99,14 @@ def examine(
     quick: bool = False,
     required: bool = False,
 ) -> DriftReport:
-    """Compare distributions with what was published.
+    """Compare distributions with their published form.
 
     Args:
         names: canonical names of distributions.
-        installed: everything that is installed.
-        overlays: their targets tell what a distribution that is not installed would be imported as.
-        quick: compare sizes alone where RECORD has them.
-        required: whether one that is not here at all is a failure.
+        installed: every installed distribution.
+        overlays: their targets give the import names of distributions that are not installed.
+        quick: whether to compare only sizes where RECORD has them.
+        required: whether a distribution that is absent is a failure.
     """
     search = _Search(installed, _modules(overlays), quick=quick)
     rows: list[DistributionDrift] = []
@@ -125,10 +125,10 @@ def _modules(overlays: Collection[Erratum]) -> Mapping[str, str]:
 
 
 def demand(names: Sequence[str], installed: Mapping[str, Installation]) -> tuple[str, ...]:
-    """Return canonical names of what a person asked for.
+    """Return the canonical names of the distributions that the user named.
 
     Raises:
-        UpkeepError: one of them is not installed, nor of the stack, which is found as a checkout on the path, too.
+        UpkeepError: a distribution is neither installed nor in the stack; those of the stack may be checkouts on the path.
     """
     wanted = tuple(dict.fromkeys(map(canonicalize_name, names)))
     for name in wanted:
@@ -139,7 +139,7 @@ def demand(names: Sequence[str], installed: Mapping[str, Installation]) -> tuple
 
 
 class _Search:
-    """The rows of one distribution after the other."""
+    """Producer of the rows of each distribution."""
 
     def __init__(self, installed: Mapping[str, Installation], modules: Mapping[str, str], *, quick: bool) -> None:
         self._installed = installed
@@ -148,7 +148,7 @@ class _Search:
         self._quick = quick
 
     def rows(self, name: str) -> Iterator[DistributionDrift]:
-        """Yield what can be said about one distribution."""
+        """Yield the rows of one distribution."""
         here = self._installed.get(name)
         if here is None:
             yield from self._checkouts(name, None, _located([self._modules[name]] if name in self._modules else []))
@@ -162,7 +162,7 @@ class _Search:
             yield from self._checkouts(name, here.version, elsewhere)
 
     def _without_record(self, here: Installation) -> Iterator[DistributionDrift]:
-        """Yield a checkout that has its metadata beside it, as `python -m` in one finds it, or that nothing is known."""
+        """Yield the rows of a checkout with its metadata in the same folder, which `python -m` in it finds, or one unchecked row."""
         rows = tuple(self._checkouts(here.name, here.version, _located(here.top_levels)))
         if here.also or not rows or any(row.state is DriftState.UNCHECKED for row in rows):
             why = here.why_not or "it has no RECORD"
@@ -223,21 +223,21 @@ def _row(name: str, version: str | None, where: str, files: Files, restore: str)
 
 
 def _reinstall(here: Installation) -> str:
-    what = here.origin.url if here.origin else f"{here.name}=={here.version}"
+    requirement = here.origin.url if here.origin else f"{here.name}=={here.version}"
     if here.origin and here.origin.commit:
-        what = f"git+{here.origin.url}@{here.origin.commit}"
+        requirement = f"git+{here.origin.url}@{here.origin.commit}"
     if here.installer == "uv":  # it links files to its cache, so an edit in place is in the cache, too
-        return f"uv pip install --reinstall --no-cache --no-deps {shlex.quote(what)}"
-    return f"pip install --force-reinstall --no-cache-dir --no-deps {shlex.quote(what)}"
+        return f"uv pip install --reinstall --no-cache --no-deps {shlex.quote(requirement)}"
+    return f"pip install --force-reinstall --no-cache-dir --no-deps {shlex.quote(requirement)}"
 
 
 def _located(modules: Collection[str]) -> dict[Path, list[Path]]:
-    """Return where packages are imported from, by the folder that the outermost is in; imports nothing."""
+    """Return the paths that packages would be imported from, by the folder of the outermost package, without importing."""
     found: dict[Path, list[Path]] = {}
     tree = InstalledTree()
     for name in modules:
         parts = name.split(".")
-        for depth in range(1, len(parts) + 1):  # the first with a source: a folder above it may be a mere namespace
+        for depth in range(1, len(parts) + 1):  # the first with a source: a package above it may be a namespace package
             source = readable(tree, ".".join(parts[:depth]))
             if source is None:
                 continue

@@ -20,22 +20,22 @@ _COLUMNS = ("distribution", "version", "compared with", "files", "differ", "stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftOutcome:
-    """Everything that one run found."""
+    """The complete result of one run."""
 
     report: DriftReport
     process: ProcessDrift | None
-    """None where no module was asked for."""
+    """The comparison of this process; None where no module was requested."""
     startup: tuple[StartupFile, ...] = ()
     """The files that arm every Python of this environment, see `megacpp-overlays enable`; no RECORD names them."""
 
     @property
     def foreign(self) -> tuple[Substitution, ...]:
-        """What somebody else replaced in this process."""
+        """The replacements by third-party code in this process."""
         return tuple(each for each in self.process.replaced if each.overlay is None) if self.process else ()
 
     @property
     def clean(self) -> bool:
-        """Whether everything that was looked at is as published, or ours."""
+        """Whether everything that was examined is as published, or of this package."""
         in_process = self.process is None or not (self.foreign or self.process.unchecked)
         return self.report.clean and in_process and all(each.is_ours for each in self.startup)
 
@@ -85,14 +85,16 @@ class DriftOutcome:
         for row in self.report.rows:
             if row.state is DriftState.UNTRACKED and row.restore:
                 added = any(each.kind is Kind.ADDED for each in row.differences) and "stash" not in row.restore
-                first = "delete the added files, then " if added else ""  # no installer removes what no RECORD names
+                first = (
+                    "delete the added files, then " if added else ""
+                )  # no installer removes files that no RECORD names
                 yield f"{row.distribution}: make an overlay of the change, or undo it: {first}{row.restore}"
             elif row.state is DriftState.UNCHECKED and row.restore:
                 yield f"{row.distribution}: make it checkable: {row.restore}"
         if self.report.required and self.report.absent:
-            yield f"install what was asked for, or put its checkout on PYTHONPATH: {', '.join(self.report.absent)}"
+            yield f"install these distributions, or put their checkouts on PYTHONPATH: {', '.join(self.report.absent)}"
         if self.foreign:
-            yield "make an overlay of what was replaced, or take it out of what replaces it"
+            yield "make an overlay of the replacement, or remove the replacement from the code that installs it"
         if not all(each.is_ours for each in self.startup):
             yield "write the start-up file anew with `megacpp-overlays enable`, or remove it with `megacpp-overlays disable`"
 
@@ -140,7 +142,7 @@ def _process(process: ProcessDrift, foreign: Sequence[Substitution]) -> Iterator
     ours = [each for each in process.replaced if each.overlay is not None]
     yield (
         f"this process: {process.modules} modules compared with the packages that own them; "
-        f"{len(foreign)} names lead to code of somebody else, {len(ours)} to an overlay's"
+        f"{len(foreign)} names lead to third-party code, {len(ours)} to an overlay's"
     )
     yield from (f"  untracked: {each.module}.{each.symbol} is now {each.by}" for each in foreign)
     yield from (f"  tracked: {each.module}.{each.symbol} by overlay {each.overlay}" for each in ours)

@@ -1,4 +1,4 @@
-"""The distributions that are installed in this environment, and where they say that they came from."""
+"""The distributions that are installed in this environment, with the origins in their metadata."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _METADATA = ("METADATA", "PKG-INFO", "RECORD", "INSTALLER", "direct_url.json", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What `direct_url.json` says; an installer writes it only for what did not come from an index.
+    """The content of `direct_url.json`, which an installer writes only for distributions that are not from an index.
 
-    Format: https://packaging.python.org/specifications/direct-url/. What hash an archive had is for its installer to
-    check: `pip install --require-hashes`, `uv pip sync --require-hashes`.
+    Format: https://packaging.python.org/specifications/direct-url/. The hash of an archive is not read, because the installer
+    checks it: `pip install --require-hashes`, `uv pip sync --require-hashes`.
     """
 
     url: str
     editable: bool = False
     is_folder: bool = False
     commit: str | None = None
-    """Of a repository that an installer built from."""
+    """Commit of the repository that the installer built from."""
 
     @property
     def folder(self) -> Path | None:
-        """The local folder, or None where it is none."""
+        """The local folder; None where the origin is no local folder."""
         parts = urlsplit(self.url)
         return Path(unquote(parts.path)) if parts.scheme == "file" and self.is_folder else None
 
@@ -53,25 +53,25 @@ class Installation:
     root: Path
     """The folder that holds its packages and its metadata, site-packages most often."""
     entries: tuple[RecordEntry, ...] | None
-    """Its RECORD, or None where there is none that can be used."""
+    """The lines of RECORD; None where there is no usable RECORD."""
     why_not: str | None
-    """Why not."""
+    """The reason why there is no usable RECORD."""
     origin: Origin | None
     installer: str
     """`pip`, `uv`, or empty."""
     top_levels: tuple[str, ...]
-    """What `top_level.txt` names, which setuptools writes; an editable install names its packages nowhere else."""
+    """The names in `top_level.txt`, which setuptools writes; an editable install lists its packages nowhere else."""
     also: tuple[str, ...] = ()
-    """Other versions that the same folder has metadata of."""
+    """Other versions whose metadata is in the same folder."""
 
     def path(self, file: str) -> Path:
-        """Return where a file of RECORD is."""
+        """Return the path of a file of RECORD."""
         return self.root / file
 
     def is_within(self, path: Path) -> bool:
-        """Return whether a path is below the folder of this distribution, or below the environment that it is in.
+        """Return whether a path is below the folder of this distribution, or below its environment.
 
-        Links count as the files that they are named as: an installer may link each file to its cache.
+        Links are not resolved, because an installer may link each file to its cache.
         """
         above = self.root.parents  # PREFIX/lib/python3.12/site-packages
         is_prefix = len(above) > 3 and above[1].name.startswith("lib")  # never the root of the file system
@@ -81,13 +81,13 @@ class Installation:
 
 
 def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:
-    """Return every installed distribution by canonical name; of two, the one that is found first.
+    """Return every installed distribution by canonical name; of duplicates, the first on the path.
 
     Args:
-        path: folders to look in; None is the path of this interpreter.
+        path: folders to search; None is the path of this interpreter.
 
     Raises:
-        UpkeepError: the metadata of one of them cannot be read.
+        UpkeepError: the metadata of a distribution cannot be read.
     """
     found: dict[str, Installation] = {}
     also: dict[str, list[str]] = {}
@@ -130,7 +130,7 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
 
 
 def _demand_files(distribution: importlib_metadata.Distribution) -> None:
-    """Raise where metadata is in something that would stop whoever reads it, such as a FIFO."""
+    """Check that the metadata files are regular files, because reading a FIFO would block."""
     folder: object = getattr(distribution, "_path", None)  # it has no public name
     for path in (folder / name for name in _METADATA) if isinstance(folder, Path) else ():
         if path.exists() and not path.is_file():
@@ -162,7 +162,7 @@ def _origin(text: str | None) -> Origin | None:
 
 
 def import_names(installation: Installation) -> tuple[str, ...]:
-    """Return the packages and modules that a distribution installs, the outermost of each: `megatron.core`."""
+    """Return the outermost packages and modules that a distribution installs, such as `megatron.core`."""
     if installation.entries is None or (installation.origin and installation.origin.editable):
         return installation.top_levels
     return tuple(sorted(_outermost(PurePosixPath(entry.file) for entry in installation.entries)))

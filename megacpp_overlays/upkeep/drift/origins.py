@@ -1,7 +1,7 @@
-"""The origin of a live object's code, whatever the object says of itself.
+"""The origin of a live object's code, independent of the object's own name and module attributes.
 
-A patched function likes to look like the one that it replaced: `functools.wraps` copies its name and module, and a proxy
-answers with the attributes of what it wraps. Types, code objects and globals cannot be borrowed so.
+A patched function often looks like the function that it replaced: `functools.wraps` copies the name and module, and a proxy
+returns the attributes of the wrapped object. Types, code objects and globals cannot be copied in this way.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from megacpp_overlays.loader import live_names
 
 _INNER = ("__wrapped__", "fn", "func", "_torchdynamo_orig_callable", "_init_fn")
-"""Where wrappers of functools, Triton and torch keep what they wrap."""
+"""Attributes in which wrappers of functools, Triton and torch keep the wrapped object."""
 
 _MODULE_OF_TYPE = type.__dict__["__module__"]
-"""Asked past metaclasses, and also of types that are written in C."""
+"""The descriptor of a type's module, which bypasses metaclasses and also works for types written in C."""
 
 
 def package_of(module: str) -> str:
-    """Return the outermost package with code of its own that a module is in: `megatron.core` for what is below it."""
+    """Return the outermost non-namespace package of a module: `megatron.core` for the modules below it."""
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
@@ -50,14 +50,14 @@ def _is_below(file: str, folder: str) -> bool:
 
 
 def accessors(raw: Any) -> tuple[Any, ...]:
-    """Return the functions that a property holds; anything else as it is."""
+    """Return the functions of a property; any other object as it is."""
     if type(raw) is property:
         return tuple(each for each in (raw.fget, raw.fset, raw.fdel) if each is not None)
     return (raw,)
 
 
 def unwrapped(raw: Any) -> Any:
-    """Return the function inside a staticmethod, classmethod, bound method or property; anything else as it is."""
+    """Return the function inside a staticmethod, classmethod, bound method or property; any other object as it is."""
     if issubclass(type(raw), property):
         return raw.fget
     if issubclass(type(raw), staticmethod | classmethod | MethodType):
@@ -66,7 +66,7 @@ def unwrapped(raw: Any) -> Any:
 
 
 def inner(wrapper: Any) -> Any:
-    """Return what a wrapper leads to: by its own account, or the one callable of its closure; else None."""
+    """Return the wrapped object of a wrapper: from its attributes, or the only callable of its closure; else None."""
     if type(wrapper) is functools.partial:
         return wrapper.func
     try:
@@ -89,7 +89,7 @@ def _content(cell: Any) -> Any:
 
 
 def maker(value: Any) -> str:
-    """Return the module whose code made a function, or a class or object: not what it says of itself."""
+    """Return the module whose code created a function, class or object, ignoring attributes that can be copied."""
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))
     if (wrapper := _of_wrapt(value)) is not None:
@@ -102,7 +102,7 @@ def maker(value: Any) -> str:
 
 
 def _is_of_nanobind(value: Any) -> bool:
-    """Return whether it is a function of an extension made with nanobind, as Triton 3.9.0 is, and no class of that name."""
+    """Return whether a value is a function of a nanobind extension, such as Triton 3.9.0, and not of a Python class of that name."""
     kind = type(value)
     if (kind.__module__, kind.__qualname__) != ("nanobind", "nb_func"):
         return False
@@ -110,7 +110,7 @@ def _is_of_nanobind(value: Any) -> bool:
 
 
 def describe(raw: Any) -> str:
-    """Return where a function, class or object is defined: `plugin.patches.fast (/src/plugin/patches.py:12)`."""
+    """Return the definition of a function, class or object as text: `plugin.patches.fast (/src/plugin/patches.py:12)`."""
     value = unwrapped(raw)
     if (wrapper := _of_wrapt(value)) is not None:
         return f"a wrapper of wrapt around it: {describe(wrapper)}"
@@ -129,7 +129,7 @@ def describe(raw: Any) -> str:
 
 
 def _of_wrapt(value: Any) -> Any:
-    """Return the function that somebody gave to wrapt; the proxy itself has the name of what it wraps."""
+    """Return the wrapper function of a wrapt proxy, else None; the proxy itself has the name of the wrapped function."""
     if type(value).__module__.partition(".")[0] not in {"wrapt", "_wrappers"}:
         return None
     return getattr(value, "_self_wrapper", None)

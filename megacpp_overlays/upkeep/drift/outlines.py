@@ -1,4 +1,4 @@
-"""The outline of a module's source: the names that it defines and imports, read without running it."""
+"""The outline of a module's source: the names that it defines and imports, parsed without running it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from megacpp_overlays.source.trees import InstalledTree, ModuleSource
 
 
 class Outline:
-    """What a source defines and imports, by qualified name."""
+    """The definitions and imports of a source, by qualified name."""
 
     def __init__(self, source: ModuleSource, package: str) -> None:
-        """Read a source.
+        """Parse a source.
 
         Args:
-            source: of a module.
-            package: where its relative imports start.
+            source: the source of a module.
+            package: the package that its relative imports start from.
 
         Raises:
-            SourceError: it cannot be parsed.
+            SourceError: the source cannot be parsed.
         """
         self.path = source.path
         self.defined: dict[str, set[int]] = {}
-        """With the first lines of its definitions, of which there may be several in branches."""
+        """The first lines of each name's definitions; there may be several definitions in branches."""
         self.imported: set[str] = set()
         self.modules: set[str] = set()
-        """Every module that is imported, wherever."""
+        """Every module that is imported, at any level of the source."""
         self.changing: set[str] = set()
         """Names that functions of the module set."""
         self.runs_text = False
-        """Whether it calls `exec`: functions may be made of text, in a namespace that names no module."""
+        """Whether the source calls `exec`: it may define functions from text, in a namespace that names no module."""
         for node, prefix in _nodes(source.syntax):
             self._add(node, prefix, package)
 
@@ -64,7 +64,7 @@ class Outlines:
         """Return the outline of a module, or None where it is not loaded or has no source.
 
         Raises:
-            SourceError: its source cannot be read or parsed.
+            SourceError: the source cannot be read or parsed.
         """
         if name not in self._known:
             module = sys.modules.get(name)
@@ -76,13 +76,13 @@ def _read(name: str, module: ModuleType) -> Outline | None:
     there = live_names.namespace(module)
     file = there.get("__file__")
     if not isinstance(file, str) or not file.endswith((".py", ".pyc")):
-        return None  # what is compiled has no source, and neither has a namespace
+        return None  # compiled modules and namespace packages have no source
     source = InstalledTree().module(name)
     return None if source is None else Outline(source, name if "__path__" in there else name.rpartition(".")[0])
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Yield every node with what the qualified names of definitions in it begin with."""
+    """Yield every node with the prefix of the qualified names of definitions in it."""
     nodes: list[tuple[ast.AST, str]] = [(tree, "")]
     while nodes:
         node, prefix = nodes.pop()

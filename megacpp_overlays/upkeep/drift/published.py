@@ -1,4 +1,4 @@
-"""Installed files against the RECORD of their distribution: changed, missing, and added."""
+"""The comparison of installed files with the RECORD of their distribution: changed, missing, and added files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class FileDifference:
     """One file that is not as published."""
 
     file: str
-    """As RECORD names it, or as it would."""
+    """The path in the form of RECORD."""
     kind: Kind
     path: Path
     is_committed: bool = False
-    """Whether git has it, for which a link is the path that is written in it, wherever that leads."""
+    """Whether the file is compared with a commit; git takes the path that is written in a link as its content."""
 
     @property
     def sha256(self) -> str | None:
-        """Hash of what is there now; None where nothing is, or nothing that can be read."""
+        """Hash of the present file; None where it is missing or cannot be read."""
         try:
             if self.is_committed and self.path.is_symlink():
                 return hashlib.sha256(os.fsencode(os.readlink(self.path))).hexdigest()
@@ -37,23 +37,23 @@ class FileDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """What comparing came to."""
+    """The result of a comparison."""
 
     checked: int
     differences: tuple[FileDifference, ...]
     unchecked: tuple[str, ...] = ()
-    """Files that nothing can be said about, each with its reason."""
+    """Files that cannot be checked, each with its reason."""
 
 
 class Owners:
-    """Which files and folders RECORDs name; a folder such as `nvidia` may be shared by many distributions."""
+    """The files and folders that RECORDs name; many distributions may share a folder such as `nvidia`."""
 
     def __init__(self, every: Collection[Installation]) -> None:
         self._every = every
         self._known: dict[Path, tuple[frozenset[str], frozenset[str]]] = {}
 
     def of(self, root: Path) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the files and the folders that the RECORDs of one site-packages name."""
+        """Return the files and the folders that the RECORDs in one site-packages name."""
         if root not in self._known:
             files = frozenset(e.file for each in self._every if each.root == root for e in each.entries or ())
             self._known[root] = files, _folders(files)
@@ -64,9 +64,9 @@ def compare(installation: Installation, owners: Owners, *, quick: bool = False) 
     """Compare the files of one distribution with its RECORD.
 
     Args:
-        installation: one with a RECORD.
-        owners: of all that is installed.
-        quick: compare sizes, see `records.difference`.
+        installation: a distribution with a RECORD.
+        owners: the owners of all installed files.
+        quick: whether to compare only sizes, see `records.difference`.
     """
     found: list[FileDifference] = []
     unchecked: list[str] = []
@@ -108,10 +108,10 @@ def _place(installation: Installation, file: str) -> Path:
 def _added(installation: Installation, owners: Owners) -> Iterator[str]:
     """Yield the files, and links to folders, in the package folders of a distribution that no RECORD names.
 
-    What hides its source has to be named with a hash: an installer names what it compiles, too.
+    Bytecode that hides its source must be in a RECORD with a hash, because an installer also lists the files that it compiles.
 
-    A file belongs to whoever has files in the nearest folder above it, so that what lies in the part of another
-    distribution in a shared folder is left to that one.
+    A file belongs to the distribution that has files in the nearest folder above it. So in a shared folder, a file in the
+    part of another distribution belongs to that distribution.
     """
     named, everywhere = owners.of(installation.root)
     hashed = {entry.file for entry in installation.entries or () if entry.algorithm}
@@ -124,7 +124,7 @@ def _added(installation: Installation, owners: Owners) -> Iterator[str]:
 
 
 def _folders(files: Iterable[str]) -> frozenset[str]:
-    """Return all package folders that hold these files, or hold a folder that does."""
+    """Return all package folders that contain these files, directly or in subfolders."""
     return frozenset(
         str(above)
         for folder in {file.rpartition("/")[0] for file in files}  # most files share theirs
@@ -138,7 +138,7 @@ def _is_metadata(top: str) -> bool:
 
 
 def _nearest(file: str, folders: Collection[str]) -> str:
-    path = PurePosixPath(file)  # itself: a link may stand where a RECORD has a folder
+    path = PurePosixPath(file)  # the path itself, too: it may be a link in place of a folder of a RECORD
     return next((str(each) for each in (path, *path.parents) if str(each) in folders), "")
 
 
@@ -154,5 +154,5 @@ def _walk(root: Path, top: str) -> Iterator[str]:
 
 
 def _hides(path: Path) -> bool:
-    """Return whether a file in `__pycache__` hides its source, or that folder is a link, so that it may."""
+    """Return whether a file hides its source, or is a `__pycache__` that is a link, so that files in it may."""
     return records.hides_source(path) or (path.name == "__pycache__" and path.is_symlink())

@@ -1,7 +1,7 @@
 """RECORD: the list of files that a wheel was published with and an installer keeps, with their hashes.
 
 Format: https://packaging.python.org/specifications/recording-installed-packages/#the-record-file. It is parsed here and
-not by `importlib_metadata`, whose `files` leaves out what is no longer on disk.
+not by `importlib_metadata`, whose `files` leaves out files that are no longer on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZE = re.compile("[0-9]{1,18}")
 
 
 class Kind(enum.Enum):
-    """How a file differs from what was published."""
+    """The kind of difference between a file and its published form."""
 
     CHANGED = "changed"
     MISSING = "missing"
@@ -45,11 +45,11 @@ class RecordEntry:
     file: str
     """Path as RECORD has it: with slashes, relative to the folder that holds the dist-info folder, or absolute."""
     algorithm: str
-    """Empty where the line has no hash."""
+    """The hash algorithm; empty where the line has no hash."""
     digest: str
-    """URL-safe base64 without padding."""
+    """The digest in URL-safe base64 without padding."""
     size: int | None
-    """Bytes."""
+    """Size in bytes."""
 
     @property
     def may_lack_hash(self) -> bool:
@@ -91,13 +91,13 @@ def parse(text: str) -> tuple[RecordEntry, ...]:
 def is_bytecode(path: PurePosixPath) -> bool:
     """Return whether a file is compiled from a source that Python compiles again when needed.
 
-    A `.pyc` beside the sources does not count: Python imports it where there is no source. It never reads a `.pyo`.
+    A `.pyc` in the folder of the sources does not count: Python imports it where there is no source. It never reads a `.pyo`.
     """
     return path.suffix == ".pyo" or "__pycache__" in path.parts
 
 
 def hides_source(path: Path) -> bool:
-    """Return whether Python runs a file of `__pycache__` without a look at its source: an unchecked hash-based `.pyc`.
+    """Return whether Python runs a file of `__pycache__` without checking its source: an unchecked hash-based `.pyc`.
 
     Source: https://peps.python.org/pep-0552/, the flags that follow the magic number.
     """
@@ -116,8 +116,8 @@ def difference(entry: RecordEntry, path: Path, *, quick: bool = False) -> Kind |
 
     Args:
         entry: a line with a hash.
-        path: where the file is.
-        quick: compare the size alone where RECORD has it. A change that keeps the size goes unseen.
+        path: the path of the file.
+        quick: whether to compare only the size where RECORD has it. A change that keeps the size is not detected.
 
     Raises:
         CannotCheckError: the line has no valid hash, or the file cannot be read.
@@ -140,7 +140,7 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hex.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     return _digest(path, "sha256").hex()
 

@@ -1,13 +1,13 @@
-"""The functions, methods and classes of this process that somebody replaced, each with who did it.
+"""Detection of replaced functions, methods and classes in this process, each with the code that replaced it.
 
 Code that a name of a loaded module leads to, and code that this code wraps, must be in a file of the package that owns
-the module, or of a library that the module imports. Any other was put there by somebody; a seam of an overlay says so by
-its mark. A name that the module defines must lead to code of its own package in the end. Nothing is imported and nothing
+the module, or of a library that the module imports. Any other code is a replacement; the seam of an overlay is known by
+its mark. A name that the module defines must finally lead to code of its own package. Nothing is imported and nothing
 is called, so no device is touched.
 
-Not seen is what stays within the package and its libraries: a function of the package in the place of another one, one
-of its own decorators more, a name that was deleted, and in the place of a name that is imported, or that an expression
-made, anything of a library.
+Replacements within the package and its libraries are not detected: a function of the package in the place of another one,
+an additional decorator of the package, a deleted name, and any code of a library in the place of an imported name or of the
+value of an expression.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from megacpp_overlays.upkeep.drift import origins
 from megacpp_overlays.upkeep.drift.outlines import Outline, Outlines
 
 ITSELF = "(the module itself)"
-"""In place of a symbol, where something else stands in `sys.modules`."""
+"""Symbol of a substitution where another object is in `sys.modules` in place of the module."""
 _DEEPEST = 64
-"""Layers of wrappers that are looked through."""
+"""Maximum number of wrapper layers that are followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Substitution:
-    """One name of a loaded module that leads to something else than its source says."""
+    """One name of a loaded module that leads to other code than its source defines."""
 
     module: str
     symbol: str
     by: str
-    """Who did it: where the function is defined, with file and line, whatever it calls itself."""
+    """The definition of the replacing function, with file and line, regardless of its own `__name__` and `__module__`."""
     overlay: str | None = None
-    """The overlay whose seam it is; None is somebody else."""
+    """The overlay whose seam it is; None is third-party code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessDrift:
-    """What comparing came to."""
+    """The result of comparing the loaded modules."""
 
     modules: int
-    """How many were compared."""
+    """Number of compared modules."""
     replaced: tuple[Substitution, ...]
-    """Seams of ours among them."""
+    """All substitutions, including the seams of overlays."""
     unchecked: tuple[str, ...]
-    """Modules that nothing can be said about, each with the reason."""
+    """Modules that cannot be checked, each with the reason."""
 
 
 def replaced(packages: Collection[str] | None = None) -> tuple[Substitution, ...]:
-    """Return what somebody else than this package replaced in loaded modules.
+    """Return the names of loaded modules that third-party code replaced.
 
     Args:
-        packages: packages to look at; None is those around every overlay's target.
+        packages: the packages to examine; None is those around every overlay's target.
     """
     return tuple(each for each in look(packages).replaced if each.overlay is None)
 
@@ -82,7 +82,7 @@ def look(packages: Collection[str] | None = None) -> ProcessDrift:
         try:
             is_module = issubclass(type(module), ModuleType)
             if is_module and is_half_imported(module) and not is_a_shell(module):
-                continue  # an empty module may be at its beginning or somebody's, which `_stand_in` tells apart
+                continue  # `_stand_in` distinguishes an empty module at the start of its import from a third-party one
             if (by := _stand_in(name, module)) is not None:
                 found.append(Substitution(module=name, symbol=ITSELF, by=by))
             outline = outlines.of(name) if is_module else None
@@ -90,7 +90,7 @@ def look(packages: Collection[str] | None = None) -> ProcessDrift:
         except OverlayError as error:
             unchecked.append(str(error))
             continue
-        except Exception as error:  # noqa: BLE001 - an object of somebody's may raise when it is looked at
+        except Exception as error:  # noqa: BLE001 - attribute access of a third-party object may raise
             unchecked.append(f"{name}: {type(error).__name__}: {error}")
             continue
         count += outline is not None
@@ -99,10 +99,10 @@ def look(packages: Collection[str] | None = None) -> ProcessDrift:
 
 
 def bring_in(names: Collection[str]) -> None:
-    """Import modules, such as a launcher's plugin, for what they do to others.
+    """Import modules, such as a launcher's plugin, for their effects on other modules.
 
     Raises:
-        UpkeepError: one of them cannot be imported; the text has its reason.
+        UpkeepError: a module cannot be imported; the message has the reason.
     """
     name = ""
     try:
@@ -114,13 +114,13 @@ def bring_in(names: Collection[str]) -> None:
 
 
 def _stand_in(name: str, loaded: object) -> str | None:
-    """Return who took the place of a whole module, or None where nobody did.
+    """Return a description of the object that replaced a whole module, or None where none did.
 
-    What has no Python source, such as a compiled module or a namespace, is nobody's, and so is what the source of a
-    module itself puts in its place.
+    A module without Python source, such as a compiled module or a namespace, does not count as replaced. Neither does an
+    object that the module's own source puts in its place.
     """
     try:
-        attributes: Mapping[str, Any] = object.__getattribute__(loaded, "__dict__")  # and no lazy module is woken
+        attributes: Mapping[str, Any] = object.__getattribute__(loaded, "__dict__")  # without loading a lazy module
     except AttributeError:
         attributes = {}
     spec, file = attributes.get("__spec__"), attributes.get("__file__")
@@ -146,27 +146,27 @@ def _is_in_any(name: str, classes: Collection[type]) -> bool:
 
 
 class _EditedSinceError(OverlayError):
-    """Raised when a file is no longer the one that the module was made from."""
+    """Raised when a source file was edited after its module was imported."""
 
 
 class _Comparison:
-    """One module against the package that owns it."""
+    """The comparison of one module with the package that owns it."""
 
     def __init__(self, module: ModuleType, outline: Outline, outlines: Outlines) -> None:
         self._module = module
         self._outline = outline
         self._package = origins.package_of(module.__name__)
         imports = set(outline.modules)
-        for name in outline.modules:  # what a library made may come by way of another module of the package
+        for name in outline.modules:  # an object of a library may come through another module of the package
             if origins.package_of(name) == self._package and (other := outlines.of(name)) is not None:
                 imports |= other.modules
         self._imports = frozenset(map(origins.package_of, imports))
 
     def all(self) -> Iterator[Substitution]:
-        """Yield what was replaced.
+        """Yield the replaced names.
 
         Raises:
-            _EditedSinceError: it is not the source of this module any more.
+            _EditedSinceError: the file was edited after the module was imported.
         """
         for name, live in live_names.namespace(self._module).items():
             if name in self._outline.changing or name not in self._outline.defined.keys() | self._outline.imported:
@@ -183,7 +183,7 @@ class _Comparison:
 
     def _class(self, live: type, prefix: str) -> Iterator[Substitution]:
         above = [each for base in live.__mro__[1:] for each in (base, type(base))]
-        # Bases and metaclasses add methods, and so does what makes named tuples.
+        # Bases, metaclasses and the code that creates named tuples add methods.
         makers = {f"namedtuple_{live.__name__}", *map(origins.maker, above)}
         adding = frozenset(map(origins.package_of, makers))
         for name, raw in vars(live).items():
@@ -202,7 +202,7 @@ class _Comparison:
                 yield self._replaced(symbol, origins.describe(foreign))
 
     def _behind(self, live: Any, symbol: str, adding: Collection[str]) -> tuple[list[Mark], Any]:
-        """Return our seams on the way to the package's own code, and what else is in it."""
+        """Return the seams of overlays on the way to the package's own code, and the third-party code on it."""
         marks: list[Mark] = []
         for _ in range(_DEEPEST):
             if (mark := seam_marks.mark_of(live)) is not None:
@@ -226,10 +226,13 @@ class _Comparison:
         if type(live) is not FunctionType:
             return package == self._package
         code = live.__code__
-        if code.co_filename.startswith("<"):  # made when it ran, such as the methods of a data class
+        if code.co_filename.startswith("<"):  # generated at run time, such as the methods of a data class
             is_own = package == self._package or (self._outline.runs_text and "__name__" not in live.__globals__)
             return is_own and not self._must_end_here(symbol)
-        named = (live.__qualname__, code.co_name)  # a wrapper has the first from what it wraps, and not the second
+        named = (
+            live.__qualname__,
+            code.co_name,
+        )  # a wrapper copies the first from the wrapped function, not the second
         if code.co_filename == self._outline.path and named == (symbol, symbol.rpartition(".")[2]):
             lines = self._outline.defined.get(symbol, {code.co_firstlineno})
             if lines and code.co_firstlineno not in lines:
@@ -239,7 +242,7 @@ class _Comparison:
         return origins.is_in(live, self._package)
 
     def _must_end_here(self, symbol: str) -> bool:
-        """Return whether a name is the module's own, and nothing that it may import instead."""
+        """Return whether the module defines a name and has no import that may provide it instead."""
         return symbol in self._outline.defined and symbol not in self._outline.imported
 
     def _replaced(self, symbol: str, by: str, overlay: str | None = None) -> Substitution:

@@ -22,14 +22,14 @@ VARIABLE = "MEGACPP_RELEASES_CACHE"
 
 
 def default_folder() -> Path:
-    """Return where archives are kept: MEGACPP_RELEASES_CACHE, else below XDG_CACHE_HOME, else below ~/.cache."""
+    """Return the folder of kept archives: MEGACPP_RELEASES_CACHE, else below XDG_CACHE_HOME, else below ~/.cache."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     return files.cache_folder() / "releases"
 
 
 class Archives:
-    """Released files on this machine, fetched where there is an index."""
+    """Released files on this machine; missing files are fetched if there is an index."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Archives:
         """Prepare the cache.
 
         Args:
-            folder: where fetched files are kept; made when the first one is.
+            folder: the folder for fetched files; created with the first file.
             others: folders that are only read, such as one of downloaded wheels.
-            index: where missing and damaged files come from; None asks nobody.
-            findings: what probes found in such files before; None keeps nothing beyond this object.
+            index: the source of missing and damaged files; None fetches nothing.
+            findings: the cache of earlier findings of probes in such files; None uses a cache that lives as long as this object.
         """
         self._folder = folder
         self._others = tuple(others)
@@ -52,10 +52,10 @@ class Archives:
         self.findings = findings or FindingCache()
 
     def get(self, file: ArchiveFile) -> Path | None:
-        """Return the path of a file, fetched when it is missing or damaged; None where there is nobody to ask.
+        """Return the path of a file, fetched if it is missing or damaged; None where there is no index to fetch it from.
 
         Raises:
-            UpkeepError: it cannot be fetched, or what came is another file.
+            UpkeepError: the file cannot be fetched, or the fetched file has another SHA-256.
         """
         for folder in (self._folder, *self._others):
             path = folder / file.name
@@ -68,10 +68,10 @@ class Archives:
         except OSError as error:
             raise UpkeepError(f"{self._folder}: releases cannot be kept here: {error.strerror}; see --cache") from error
         path = self._folder / file.name
-        with tempfile.TemporaryDirectory(prefix=".", dir=self._folder) as name:  # nobody else can put a link into it
+        with tempfile.TemporaryDirectory(prefix=".", dir=self._folder) as name:  # no other user can put a link into it
             draft = Path(name, file.name)
             self._index.download(file, draft)
-            draft.replace(path)  # complete or not at all, whoever else fetches it
+            draft.replace(path)  # atomic, so that concurrent fetches are safe
         return path
 
 

@@ -1,4 +1,4 @@
-"""Gates about combinations of two distributions: whose release decides, and what it is laid beside to be read."""
+"""Gates about combinations of two distributions: the distribution whose release decides, and the partner that is read with it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
 
 
 class Partner(NamedTuple):
-    """A release that every release of another distribution is laid beside, where a combination of both is asked about."""
+    """A release that is read together with every release of another distribution, for a gate about the combination."""
 
     version: str
     tree: ArchiveTree
 
 
 def decisive(part: Erratum) -> str:
-    """Return the distribution whose release decides what a probe says: that of the target, but for some gates."""
+    """Return the distribution whose release decides the probe's verdict: that of the target, except for some gates."""
     return (part.decided_by if isinstance(part, Gate) else None) or part.target.distribution
 
 
 def partner(part: Erratum) -> str | None:
-    """Return the distribution that must lie beside a release, because another one than that of the target decides."""
+    """Return the distribution that must be read together with a release: that of the target, where another one decides."""
     return None if decisive(part) == part.target.distribution else part.target.distribution
 
 
@@ -36,13 +36,13 @@ def partners(
     """Open the newest release of each `partner` of overlays, by its distribution.
 
     Args:
-        overlays: of one table.
-        answer: says which releases a distribution has.
-        archives: where their files are.
-        stack: closes what is opened.
+        overlays: the overlays of one table.
+        answer: returns the releases of a distribution.
+        archives: the files of the releases.
+        stack: closes the opened archives.
 
     Raises:
-        UpkeepError: there is no such release, it is not here, or it cannot be opened.
+        UpkeepError: there is no such release, it is not on this machine, or it cannot be opened.
     """
     found: dict[str, Partner] = {}
     for name in dict.fromkeys(name for part in overlays if (name := partner(part)) is not None):
@@ -50,7 +50,7 @@ def partners(
         path = archives.get(release.files[0]) if release.files else None
         if path is None:
             raise UpkeepError(
-                f"{name} {release.version}, which releases of {decisive(overlays[0])} are laid beside, is not in the "
+                f"{name} {release.version}, which releases of {decisive(overlays[0])} are read together with, is not in the "
                 "cache; run once with a network"
             )
         try:
@@ -61,6 +61,6 @@ def partners(
 
 
 def newest(answer: IndexAnswer) -> Release:
-    """Return the release that installers take: the newest final one that was not withdrawn, where there is one."""
+    """Return the release that installers take: the newest final one that was not withdrawn, else the newest one."""
     final = [each for each in answer.releases if each.is_final and each.yanked is None]
     return (final or answer.releases)[-1]

@@ -1,4 +1,4 @@
-"""A commit of a repository as a tree of files, read from its objects: nothing is checked out and nothing is fetched.
+"""A commit of a repository as a tree of files, read from its objects, without checking out or fetching anything.
 
 `git archive` would be one stream, but attributes of the commit may leave files out of it or rewrite them.
 """
@@ -16,7 +16,7 @@ from megacpp_overlays.source.file_trees import FileTree
 
 _LINK = "120000"
 _MOST_LINKS = 40
-"""In one path; Linux has the same limit."""
+"""Maximum number of links in one path; Linux has the same limit."""
 
 
 class _Entry(NamedTuple):
@@ -27,13 +27,13 @@ class _Entry(NamedTuple):
 
 
 class CommitTree(FileTree):
-    """The files of a commit. A folder inside a repository is the top of what is read, as it is in a checkout."""
+    """The files of a commit. The paths are relative to the given folder inside the repository, as they are in a checkout."""
 
     def __init__(self, repository: Path, revision: str) -> None:
         """Open a commit.
 
         Raises:
-            UpkeepError: this is no repository, it has no such commit, or not all that belongs to it.
+            UpkeepError: this is no repository, it has no such commit, or it lacks objects of the commit.
         """
         self._repository = repository
         commit = git.ask(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
@@ -53,7 +53,7 @@ class CommitTree(FileTree):
 
         Raises:
             SourceError: a link in the path leads out of the repository, or nowhere.
-            UpkeepError: the repository lacks the content, as a partial clone does, or has it in a submodule.
+            UpkeepError: the repository lacks the content, as a partial clone does, or the file is in a submodule.
         """
         entry = self._find(path)
         return self._content(path, entry) if entry is not None and entry.kind == "blob" else None
@@ -63,7 +63,7 @@ class CommitTree(FileTree):
 
         Raises:
             SourceError: a link in the path leads out of the repository, or nowhere.
-            UpkeepError: it is a submodule, or in one.
+            UpkeepError: the folder is a submodule, or in one.
         """
         entry = self._find(path)
         return entry is not None and entry.kind == "tree"
@@ -84,11 +84,11 @@ class CommitTree(FileTree):
                 continue
             name = "/".join([*at, part])
             if (entry := self._entries.get(name)) is None:
-                if len(ahead) >= beyond:  # it is not what was asked for that is missing
+                if len(ahead) >= beyond:  # the missing path comes from a link, not from the requested path
                     raise SourceError(f"{asked}: a link there leads to nothing, {name}")
                 return None
             if entry.kind == "commit":
-                if name == f"{self._top}src":  # only one of the two places where packages are looked for
+                if name == f"{self._top}src":  # only one of the two folders that are searched for packages
                     return None
                 raise UpkeepError(f"{self._repository}: {name} is a submodule; give PATH of it, once it is checked out")
             if entry.mode != _LINK:
@@ -108,11 +108,11 @@ class CommitTree(FileTree):
             raise SourceError(f"{path}: it is larger than {files.LARGEST} bytes")
         return self._git(path, "cat-file", "blob", entry.object)
 
-    def _git(self, what: str, *arguments: str) -> bytes:
+    def _git(self, subject: str, *arguments: str) -> bytes:
         try:
             return git.content(self._repository, *arguments)
         except git.GitError as error:
             raise UpkeepError(
-                f"{self._repository}: git cannot give {what} of {self.commit[:12]}; is it a partial clone, or damaged? "
+                f"{self._repository}: git cannot give {subject} of {self.commit[:12]}; is it a partial clone, or damaged? "
                 "Give a whole clone: nothing is fetched from here"
             ) from error

@@ -1,4 +1,4 @@
-"""Answers of a package index, with those that it gave before: what is asked offline needs no HTTP library."""
+"""Answers of a package index, with a cache of its earlier answers; offline queries need no HTTP library."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PYPI = "https://pypi.org/simple/"
 
 
 class NoNetworkError(UpkeepError):
-    """Raised when the index cannot be reached, or must not be asked."""
+    """Raised when the index cannot be reached, or offline mode forbids the query."""
 
 
 def configured(env: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the index that the environment configures; never print it, it may hold a password."""
+    """Return the address of the index that the environment configures; do not print it, because it may hold a password."""
     for name in VARIABLES:
         if value := env.get(name, "").strip():
             named, _, address = value.partition("=")  # uv: NAME=URL
@@ -37,15 +37,15 @@ def configured(env: Mapping[str, str] = os.environ) -> str:
 
 
 class IndexAnswers:
-    """What an index says, with what it said before where it does not answer."""
+    """The answers of an index, with the last cached answer where the index does not reply."""
 
     def __init__(self, folder: Path, *, offline: bool, tell: Callable[[str], None]) -> None:
-        """Prepare to ask.
+        """Open the cache and, unless offline, the client of the index.
 
         Args:
-            folder: where answers are remembered.
-            offline: ask nothing.
-            tell: gets one sentence for people when an old answer is used.
+            folder: the folder of cached answers.
+            offline: whether to use cached answers only.
+            tell: receives one sentence for the user when an old answer is used.
         """
         endpoint = configured()
         parts = urlsplit(endpoint)
@@ -65,8 +65,8 @@ class IndexAnswers:
         """Return the answer of today, or the last one.
 
         Raises:
-            NoNetworkError: there is no answer, and none is remembered.
-            UpkeepError: there is one, and no release in it.
+            NoNetworkError: there is no answer, and none is cached.
+            UpkeepError: the answer lists no release.
         """
         answer = self._get(distribution)
         if not answer.releases:
@@ -95,7 +95,7 @@ class IndexAnswers:
         except (OSError, ValueError, UpkeepError) as error:
             raise NoNetworkError(f"{distribution}: {reason}, and no answer of the index is in the cache") from error
         if self.index is not None:
-            self._tell(f"{reason}: what it said of {distribution} on {answer.asked} is used")
+            self._tell(f"{reason}: its answer about {distribution} of {answer.asked} is used")
         return answer
 
 

@@ -1,6 +1,6 @@
-"""Every probe over every release of its target: what it found, and where upstream changed its mind.
+"""The matrix: the findings of every probe for every release of its target, and the releases where the verdict changes.
 
-Releases are read as they were published and trees as they lie there. Nothing of them is imported.
+Releases are read as published and trees as they are on disk. No upstream code is imported.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partn
 from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
 
 UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
-"""What the date of a row is the date of."""
+"""Events that the date of a row can refer to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFinding:
-    """What the probe of one part of an overlay found."""
+    """The finding of the probe of one part of an overlay."""
 
     module: str
     verdict: Verdict
@@ -43,18 +43,18 @@ class PartFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What the probes of one overlay found in one release."""
+    """The findings of one overlay's probes in one release."""
 
     parts: tuple[PartFinding, ...]
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict over all parts, as a reproducer has it."""
+        """The verdict over all parts, combined as for a reproducer."""
         return judge.verdict_of(self.parts)
 
     @property
     def telling(self) -> tuple[PartFinding, ...]:
-        """The parts to show: those that have something to say, or all where none has."""
+        """The parts to show: those whose verdict is not ABSENT, or all where every part is ABSENT."""
         return tuple(part for part in self.parts if part.verdict is not Verdict.ABSENT) or self.parts
 
 
@@ -63,19 +63,19 @@ class Row:
     """One release, or one tree."""
 
     name: str
-    """The version, or what the tree was called."""
+    """The version of the release, or the name of the tree."""
     date: str | None
-    """In UTC."""
+    """The date in UTC."""
     dated: str | None
     """`uploaded`, `built` or `committed`; None where there is no date."""
     source: str
     """The file that was read, or the commit."""
     sha256: str | None
-    """Of the file."""
+    """SHA-256 of the file."""
     yanked: str | None
-    """Why the release was withdrawn, perhaps in no words; None where it was not."""
+    """The reason why the release was withdrawn, possibly empty; None where it was not withdrawn."""
     cells: Mapping[str, Cell]
-    """By overlay; empty where nothing could be read."""
+    """Cells by overlay; empty where nothing could be read."""
     problem: str | None = None
     """Why nothing could be read."""
 
@@ -88,16 +88,16 @@ class Column:
     kind: str
     """`overlay` or `gate`."""
     beside: str | None
-    """What every release was laid beside, such as `mamba-ssm 2.3.2.post1`; None where releases were read alone."""
+    """The partner release that every release was read with, such as `mamba-ssm 2.3.2.post1`; None where releases were read alone."""
     pack: int
     title: str
     breaks: str
     retire_when: str
     targets: tuple[Target, ...]
     left_alone: Mapping[str, str]
-    """Broken shapes that the overlay does not repair, each with the reason; those of a gate with what to do."""
+    """Broken shapes that the overlay does not repair, each with the reason; for a gate, each with the advice."""
     probes: Mapping[str, str]
-    """SHA-256 of the source of each module that the probes are made of."""
+    """SHA-256 of the source of each module that the probes consist of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +106,15 @@ class Table:
 
     distribution: str
     asked: str
-    """When the index was asked, in UTC."""
+    """The date of the index query, in UTC."""
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    """Releases by version."""
+    """Releases, ordered by version."""
     trees: tuple[Row, ...] = ()
 
 
 class Flip(NamedTuple):
-    """A release in which the verdict is not that of the release before it, in order of version."""
+    """A release whose verdict differs from that of the previous release, in order of version."""
 
     overlay: str
     before: Verdict
@@ -123,7 +123,7 @@ class Flip(NamedTuple):
 
 
 class Streak(NamedTuple):
-    """Releases one after the other in which the probes found the very same."""
+    """Consecutive releases with identical findings."""
 
     first: Row
     last: Row
@@ -134,11 +134,11 @@ def choose(overlays: Sequence[Erratum], target: str | None) -> dict[str, list[Er
     """Return the overlays and gates to probe, in parts, by the distribution whose release decides.
 
     Args:
-        overlays: all that are declared.
-        target: a distribution that one speaks of, or the id of one; None for all.
+        overlays: every declared overlay and gate.
+        target: a distribution that an overlay or gate concerns, or the id of an overlay or gate; None for all.
 
     Raises:
-        UpkeepError: the target is neither; the text has the nearest names.
+        UpkeepError: the target is neither; the message lists the nearest names.
     """
     chosen: dict[str, list[Erratum]] = {}
     known: dict[str, None] = {}
@@ -153,7 +153,7 @@ def choose(overlays: Sequence[Erratum], target: str | None) -> dict[str, list[Er
 
 
 def columns(overlays: Sequence[Erratum], beside: Mapping[str, Partner] = MappingProxyType({})) -> tuple[Column, ...]:
-    """Return the columns for overlays in parts; see `table` for what they are beside."""
+    """Return the columns for overlays in parts; see `table` for the partner releases."""
     return tuple(
         Column(
             overlay=of_it[0].id,
@@ -178,14 +178,14 @@ def probe(
     findings: FindingCache | None = None,
     release: str | None = None,
 ) -> dict[str, Cell]:
-    """Return what every probe finds in a tree, by overlay; a probe that raises has recognised nothing.
+    """Return the findings of every probe in a tree, by overlay; a probe that raises has recognised nothing.
 
     Args:
-        overlays: in parts.
-        tree: what is read.
-        beside: what the tree is laid beside for those with a `partner`.
-        findings: what was found before.
-        release: which one the tree is: verdicts that were learned of it count.
+        overlays: overlays in parts.
+        tree: the tree to read.
+        beside: the partner releases that are added to the tree for overlays with a `partner`.
+        findings: the cache of earlier findings.
+        release: the version of the tree's release; learned verdicts on this release are applied.
 
     Raises:
         UpkeepError: the tree cannot be read.
@@ -212,24 +212,24 @@ def probe(
 def _probe_whole(
     overlays: Sequence[Erratum],
     archive: ArchiveTree,
-    beside: Mapping[str, Partner],
+    partners: Mapping[str, Partner],
     findings: FindingCache,
     release: str,
 ) -> dict[str, Cell]:
-    """Return what every probe finds in an archive; see `probe`.
+    """Return the findings of every probe in an archive; see `probe`.
 
     Raises:
-        UpkeepError: a file that a probe asked for is damaged; the probe may have taken that for a form of upstream's.
+        UpkeepError: a file that a probe read is damaged; the probe may have taken the damage for upstream's code.
     """
-    found = probe(overlays, archive, beside, findings, release)
-    for each in (archive, *(each.tree for each in beside.values())):
+    found = probe(overlays, archive, partners, findings, release)
+    for each in (archive, *(each.tree for each in partners.values())):
         if each.damage is not None:
             raise UpkeepError(each.damage)
     return found
 
 
 def packages(overlays: Sequence[Erratum]) -> tuple[str, ...]:
-    """Return the top-level packages of the distributions that decide about overlays."""
+    """Return the top-level packages of the distributions whose releases decide about the overlays."""
     return tuple(
         dict.fromkeys(
             part.target.module.partition(".")[0] if partner(part) is None else decisive(part).replace("-", "_")
@@ -244,7 +244,7 @@ def release_row(
     archives: Archives,
     beside: Mapping[str, Partner] = MappingProxyType({}),
 ) -> Row:
-    """Return the row of a release; one that cannot be read says why."""
+    """Return the row of a release; the row of an unreadable release has the reason in `problem`."""
     problem = "it has no wheel and no tar.gz with a SHA-256"
     row: Row | None = None
     for file in release.files:
@@ -263,7 +263,7 @@ def release_row(
             return row
     else:
         if row is not None:
-            return row  # every file was read, and what it has is elsewhere: the probes say ABSENT
+            return row  # every file was read and none has the packages: the probes say ABSENT
     return Row(
         name=release.version,
         date=release.date,
@@ -277,7 +277,7 @@ def release_row(
 
 
 def is_left_alone(cell: Cell, column: Column) -> bool:
-    """Return whether what is broken there is known, and not repaired by the overlay; a gate repairs nothing anyway."""
+    """Return whether every broken shape of a cell is one that the overlay declares unrepaired; False for a gate."""
     broken = [part for part in cell.parts if part.verdict is Verdict.BROKEN]
     return column.kind == Overlay.kind and bool(broken) and all(part.shape in column.left_alone for part in broken)
 
@@ -303,12 +303,12 @@ def table(
     """Probe every release of one distribution.
 
     Args:
-        overlays: those about it, in parts.
-        answer: the releases that there are.
-        archives: where their files are.
-        pre: read pre-releases and development builds, too.
-        tell: gets a line for people now and then, since this takes a while.
-        beside: what every release is laid beside for the gates with a `partner`.
+        overlays: the overlays of the distribution, in parts.
+        answer: the index's list of releases.
+        archives: the files of the releases.
+        pre: whether to read pre-releases and development builds, too.
+        tell: receives progress lines.
+        beside: the partner releases that every release is read with, for gates with a `partner`.
     """
     wanted = [each for each in answer.read if pre or each.is_final]
     tell(f"{answer.distribution}: {len(wanted)} releases")
@@ -318,7 +318,7 @@ def table(
 
 
 def flips(table: Table, overlay: str) -> tuple[Flip, ...]:
-    """Return where the verdict about an overlay changes, in order of version."""
+    """Return the releases where the verdict about an overlay changes, in order of version."""
     rows = [row for row in table.rows if row.problem is None]
     return tuple(
         Flip(overlay, before.cells[overlay].verdict, after.cells[overlay].verdict, after)
@@ -328,7 +328,7 @@ def flips(table: Table, overlay: str) -> tuple[Flip, ...]:
 
 
 def runs(rows: Sequence[Row], overlay: str) -> tuple[Streak, ...]:
-    """Return what was found about an overlay, releases in which it is the very same taken together."""
+    """Return the findings about an overlay, with consecutive releases of identical findings merged."""
     found: list[Streak] = []
     for row in rows:
         if row.problem is not None:
@@ -342,7 +342,7 @@ def runs(rows: Sequence[Row], overlay: str) -> tuple[Streak, ...]:
 
 
 def _sources(names: set[str]) -> dict[str, str]:
-    """Return the SHA-256 of modules, and of the probe modules that they import."""
+    """Return the SHA-256 of the given modules and of the probe modules that they import."""
     written = [name for name in names if getattr(sys.modules.get(name), "__file__", None) is not None]
     found = {name for name in closure(written) if name in names or name.startswith("megacpp_overlays.feature_probes.")}
     return {name: text_sha256(name) for name in found}

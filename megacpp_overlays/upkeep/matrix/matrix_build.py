@@ -1,4 +1,4 @@
-"""The matrix made anew, or a comparison of a kept one with what the probes and the index say now."""
+"""Building a new matrix, and checking a kept one against the probes and the index."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megacpp_overlays.upkeep.matrix.releases import IndexAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where releases come from."""
+    """Sources of releases."""
 
     cache: Path
-    """What was asked and fetched before."""
+    """Folder of earlier index answers and fetched files."""
     archives: tuple[Path, ...]
     """Folders with releases that are only read."""
     offline: bool
     tell: Callable[[str], None]
-    """Gets lines for people: what is being done, and when an old answer is used."""
+    """Receives progress lines, and a line when an old answer is used."""
 
     def answers(self) -> IndexAnswers:
-        """Return what the index says; a context manager."""
+        """Return the answers of the index; a context manager."""
         return IndexAnswers(self.cache / "index", offline=self.offline, tell=self.tell)
 
     def files(self, answers: IndexAnswers) -> Archives:
@@ -52,14 +52,14 @@ def build(
 
     Args:
         overlays: every declared overlay.
-        places: where releases come from.
+        places: the sources of releases.
         target: a distribution or an overlay; None for all.
-        pre: read pre-releases and development builds, too.
+        pre: whether to read pre-releases and development builds, too.
         trees: folders or commits, as `matrix_trees.open_tree` takes them.
-        kept: a folder whose kept matrix says which releases there are, where no index does.
+        kept: a folder whose kept matrix lists the releases where no index does.
 
     Raises:
-        UpkeepError: there is no such target or tree, or nothing says which releases there are.
+        UpkeepError: there is no such target or tree, or neither an index nor a kept matrix lists the releases.
     """
     chosen = matrix.choose(overlays, target)
     known = matrix.packages([part for parts in chosen.values() for part in parts])
@@ -81,16 +81,16 @@ def build(
                 return remembered[name]
 
         for name, parts in chosen.items():
-            beside = combinations.partners(parts, answer, files, stack)
-            table = matrix.table(parts, answer(name), files, pre=pre, tell=places.tell, beside=beside)
-            rows = [row for tree in opened if (row := matrix_trees.tree_row(tree, parts, beside))]
+            partners = combinations.partners(parts, answer, files, stack)
+            table = matrix.table(parts, answer(name), files, pre=pre, tell=places.tell, beside=partners)
+            rows = [row for tree in opened if (row := matrix_trees.tree_row(tree, parts, partners))]
             tables.append(replace(table, trees=tuple(rows)))
         files.findings.save()
     return tuple(tables)
 
 
 def write(tables: Sequence[Table], folder: Path) -> None:
-    """Keep the matrix and its page in a folder.
+    """Write the matrix and its page to a folder.
 
     Raises:
         UpkeepError: a release could not be read.
@@ -103,13 +103,13 @@ def write(tables: Sequence[Table], folder: Path) -> None:
 
 
 def check(overlays: Sequence[Erratum], folder: Path, places: Places) -> list[str]:
-    """Return in what a kept matrix is stale, one line each.
+    """Return the stale entries of a kept matrix, one line each.
 
-    Every release in it is probed again, from the very same files, and the page is made again. Where there is an
-    index, what it says of the dates and the files, and a release that came since, count as well.
+    Every release in the matrix is probed again, from the same files, and the page is rendered again. Unless offline,
+    the dates and files on the index, and newer releases, count as well.
 
     Raises:
-        UpkeepError: there is no kept matrix, or a file that it was made from is not here.
+        UpkeepError: there is no kept matrix, or a file that it was made from is not on this machine.
     """
     kept = matrix_file.read(folder)
     with places.answers() as answers:
@@ -121,10 +121,12 @@ def check(overlays: Sequence[Erratum], folder: Path, places: Places) -> list[str
         archives.findings.save()
     found = matrix_file.differences(kept, now, overlays)
     if not found and (folder / matrix_file.NAME).read_text() != matrix_file.to_text(now):
-        found.append(f"{matrix_file.NAME} is not what --write makes of these releases: its flips or its order differ")
+        found.append(
+            f"{matrix_file.NAME} differs from the output of --write for these releases: its flips or its order differ"
+        )
     page = folder / matrix_file.PAGE
     if not page.exists() or page.read_text() != _page(kept):
-        found.append(f"{matrix_file.PAGE} is not made from the {matrix_file.NAME} beside it")
+        found.append(f"{matrix_file.PAGE} is not made from the {matrix_file.NAME} next to it")
     return found + newer
 
 

@@ -1,6 +1,6 @@
-"""The kept matrix: `matrix.json` beside `matrix.html`, and whether both still say what the probes say.
+"""The kept matrix: `matrix.json` next to `matrix.html`, and the comparison of its data with the present findings of the probes.
 
-The data names every file that was read by its SHA-256, so anybody can read the same bytes again. It holds no address.
+The data names every file that was read by its SHA-256, so that any user can read the same bytes again. It holds no address.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def to_data(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def to_text(tables: Sequence[Table]) -> str:
-    """Return what `matrix.json` holds for these tables."""
+    """Return the text of `matrix.json` for these tables."""
     return data_to_text(to_data(tables))
 
 
 def data_to_text(data: dict[str, Any]) -> str:
-    """Return data as JSON with every finding on a line of its own; the data is used up by it."""
+    """Return data as JSON with every finding on a line of its own; the data is modified in place."""
     short: list[str] = []
     for each in data["distributions"]:
         for row in (*each["releases"], *each.get("trees", ())):
@@ -51,7 +51,7 @@ def read(folder: Path) -> tuple[Table, ...]:
     """Return the kept tables.
 
     Raises:
-        UpkeepError: there are none, or they cannot be read.
+        UpkeepError: the file is missing or cannot be read.
     """
     path = folder / NAME
     try:
@@ -61,10 +61,10 @@ def read(folder: Path) -> tuple[Table, ...]:
 
 
 def parse(text: str, path: str) -> tuple[Table, ...]:
-    """Return the tables that a text holds.
+    """Return the tables in the text of a `matrix.json`.
 
     Raises:
-        UpkeepError: it is no kept matrix; the text names the path.
+        UpkeepError: the text is no kept matrix; the message names the path.
     """
     try:
         data = json_text.parse(text)
@@ -76,17 +76,17 @@ def parse(text: str, path: str) -> tuple[Table, ...]:
 
 
 def answers(tables: Sequence[Table]) -> dict[str, IndexAnswer]:
-    """Return what an index would have to say to get these tables, by distribution."""
+    """Return the index answers that correspond to these tables, by distribution."""
     return {table.distribution: _answer(table) for table in tables}
 
 
 def again(
     tables: Sequence[Table], overlays: Sequence[Erratum], archives: Archives, tell: Callable[[str], None]
 ) -> tuple[Table, ...]:
-    """Probe the releases of kept tables again, with the overlays as they are now.
+    """Probe the releases of kept tables again, with the present overlays.
 
     Raises:
-        UpkeepError: an archive is not here.
+        UpkeepError: an archive is not on this machine.
     """
     known = answers(tables)
     chosen = matrix.choose(overlays, None)
@@ -94,23 +94,25 @@ def again(
     with ExitStack() as stack:
         for name, answer in known.items():
             if name in chosen:
-                beside = combinations.partners(chosen[name], lambda each: _known(known, each), archives, stack)
-                made.append(matrix.table(chosen[name], answer, archives, pre=True, tell=tell, beside=beside))
+                partners = combinations.partners(chosen[name], lambda each: _known(known, each), archives, stack)
+                made.append(matrix.table(chosen[name], answer, archives, pre=True, tell=tell, beside=partners))
     complete(made)
     return tuple(made)
 
 
 def _known(answers: Mapping[str, IndexAnswer], name: str) -> IndexAnswer:
     if name not in answers:
-        raise UpkeepError(f"{name} is not in the kept matrix, and releases in it are laid beside one; use --write")
+        raise UpkeepError(
+            f"{name} is not in the kept matrix, and releases in it are read together with one of it; use --write"
+        )
     return answers[name]
 
 
 def complete(tables: Sequence[Table]) -> None:
-    """Raise when a release could not be read: what is kept must not have holes.
+    """Check that every release could be read, because a kept matrix must have no gaps.
 
     Raises:
-        UpkeepError: names each such release and the reason.
+        UpkeepError: a release could not be read; the message names each such release and the reason.
     """
     missing = [
         f"{table.distribution} {row.name}: {row.problem}" for table in tables for row in table.rows if row.problem
@@ -120,7 +122,7 @@ def complete(tables: Sequence[Table]) -> None:
 
 
 def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[Erratum]) -> list[str]:
-    """Return how kept tables differ from what the probes say now, one line each."""
+    """Return the differences between kept tables and newly probed tables, one line each."""
     wanted, have = list(matrix.choose(overlays, None)), [table.distribution for table in kept]
     found = [f"{name}: it is not in the kept matrix" for name in wanted if name not in have]
     found += [f"{name}: no overlay is about it any more" for name in have if name not in wanted]
@@ -132,7 +134,7 @@ def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[
 
 
 def newer(table: Table, answer: IndexAnswer) -> list[str]:
-    """Return in what a kept table is not what an index says: its final releases, their dates, files and yanks."""
+    """Return the differences between a kept table and an index's answer: final releases, their dates, files and yanks."""
     name, kept = table.distribution, {row.name: row for row in table.rows}
     final = {each.version: each for each in answer.read if each.is_final}
     found = [f"{name} {version} ({each.date}) came since" for version, each in final.items() if version not in kept]
@@ -157,8 +159,8 @@ def _changes(kept: Table, now: Table) -> list[str]:
         found.append(f"{name}: the overlays are in another order")
     for overlay, column in old.items():
         if overlay in new and column != new[overlay]:
-            what = "the probe is" if column.probes != new[overlay].probes else "the declaration is"
-            found.append(f"{name}: {overlay}: {what} not the one that the kept matrix was made with")
+            subject = "the probe is" if column.probes != new[overlay].probes else "the declaration is"
+            found.append(f"{name}: {overlay}: {subject} not the one that the kept matrix was made with")
     rows = {row.name: row for row in now.rows}
     for row in kept.rows:
         for overlay in (each for each in row.cells if each in new):

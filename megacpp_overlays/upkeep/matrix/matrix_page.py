@@ -1,7 +1,7 @@
-"""The kept matrix as one HTML page: it asks for nothing, and is the same bytes for the same tables.
+"""The kept matrix as one HTML page, which loads no other resource and has the same bytes for the same tables.
 
 A reader picks the versions of a run, in the form or in the address (`#megatron-core=0.18.2`), and a few lines of script show the
-overlays that matter to it. Without script the page answers for the newest releases, and the address leads to the list of a release.
+overlays that matter to the run. Without script the page shows the newest releases, and the address leads to the list of a release.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _distribution(table: Table, declared: Mapping[str, Erratum]) -> dict[str, An
 
 
 def _periods(table: Table, column: Column) -> list[dict[str, Any]]:
-    """Return what was so of neighbouring releases, newest first: a verdict, and whether what is broken is left alone."""
+    """Return the groups of neighbouring releases with one verdict and one `is_left_alone`, newest first."""
     found = []
     said = lambda row: (row.cells[column.overlay].verdict, is_left_alone(row.cells[column.overlay], column))  # noqa: E731
     for (verdict, left_alone), group in itertools.groupby((row for row in table.rows if row.problem is None), key=said):
@@ -88,7 +88,7 @@ def _periods(table: Table, column: Column) -> list[dict[str, Any]]:
 
 
 def _anchors(table: Table, column: Column) -> dict[str, str]:
-    """Return by release the id of the place on the page where its evidence is."""
+    """Return the anchor of each release's evidence on the page, by release."""
     found: dict[str, str] = {}
     rows = [row.name for row in table.rows]
     for run in runs(table.rows, column.overlay):

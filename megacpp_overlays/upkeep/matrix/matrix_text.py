@@ -30,8 +30,8 @@ def render(table: Table, *, evidence: bool) -> str:
     """Return one distribution as text, newest release last.
 
     Args:
-        table: what was found.
-        evidence: add what the probes saw.
+        table: the table of the distribution.
+        evidence: whether to add the evidence of the probes.
     """
     count = f"{len(table.rows)} releases, the index asked on {table.asked}"
     numbered = [[str(number), *_summary(table, column)] for number, column in enumerate(table.columns, start=1)]
@@ -63,19 +63,19 @@ def history(table: Table, overlay: str) -> str:
 
 
 def dated(row: Row) -> str:
-    """Return the date of a row, with what it is the date of where that is not the upload of a release."""
+    """Return the date of a row, with the dated event where it is not the upload of a release."""
     if row.date is None:
         return "no date"
     return row.date if row.dated == "uploaded" else f"{row.date} {row.dated}"
 
 
 def span(run: Streak) -> str:
-    """Return the releases of a run: `0.19.0`, or `0.13.0 to 0.15.3`."""
+    """Return the releases of a streak: `0.19.0`, or `0.13.0 to 0.15.3`."""
     return run.first.name if run.first is run.last else f"{run.first.name} to {run.last.name}"
 
 
 def seen(part: PartFinding, *, named: bool) -> str:
-    """Return what was seen in a part as one line, with its module where there are several."""
+    """Return the evidence of a part as one line, with its module if `named`."""
     text = "; ".join(map(str, part.evidence))
     shape = f"{part.shape}: " if part.shape else ""
     return f"{part.module.rpartition('.')[2]}: {shape}{text}" if named else f"{shape}{text}"
@@ -87,8 +87,8 @@ def _since(flip: Flip) -> str:
 
 def _summary(table: Table, column: Column) -> list[str]:
     name = column.overlay if column.kind == Overlay.kind else f"{column.overlay}, a {column.kind}"
-    beside = "" if column.beside is None else f"beside {column.beside}: "
-    return [name, f"{column.pack:02}", beside + history(table, column.overlay)]
+    prefix = "" if column.beside is None else f"beside {column.beside}: "
+    return [name, f"{column.pack:02}", prefix + history(table, column.overlay)]
 
 
 def _rows(table: Table) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Trees beside the releases: a folder as it is, or a commit of a repository."""
+"""Trees in addition to the releases: a folder as it is, or a commit of a repository."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megacpp_overlays.upkeep.matrix.matrix import COMMITTED, Row, packages, prob
 
 
 class Tree(NamedTuple):
-    """A tree that was opened."""
+    """An opened tree."""
 
     files: FileTree
     name: str
@@ -29,13 +29,13 @@ class Tree(NamedTuple):
 
 
 def open_tree(text: str, known: Collection[str], stack: ExitStack) -> Tree:
-    """Open what somebody named as PATH or PATH@REV.
+    """Open the tree that the user named as PATH or PATH@REV.
 
     Args:
         text: a folder with package folders, or a git repository and a revision of it; a bare repository without a
             revision is read at HEAD.
         known: top-level packages of the targets.
-        stack: closes the tree at its end.
+        stack: closes the tree when the stack exits.
 
     Raises:
         UpkeepError: there is no such tree, or it holds none of the packages.
@@ -68,8 +68,8 @@ def tree_row(tree: Tree, overlays: Sequence[Erratum], beside: Mapping[str, Partn
     """Return the row of a tree for the overlays of one distribution; None when the tree has nothing of it.
 
     Args:
-        tree: what is read.
-        overlays: those of one table.
+        tree: the tree to read.
+        overlays: the overlays of one table.
         beside: see `matrix.table`.
     """
     if not any(tree.files.has_package(name) for name in packages(overlays)):

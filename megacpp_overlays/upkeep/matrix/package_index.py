@@ -1,8 +1,8 @@
-"""A package index: what releases there are, as it answers now; `index_answers` remembers what it said before.
+"""A client of a package index that lists releases; `index_answers` caches its earlier answers.
 
 The index is the one that pip or uv would ask: UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL, else PyPI. The simple
-API says which files there are, their hashes and what was yanked (PEP 503, 592 and 691). Dates are in its JSON form
-(PEP 700); where an index answers in HTML alone, they come from the project JSON beside it, `/pypi/NAME/json`.
+API lists the files, their hashes and which of them were yanked (PEP 503, 592 and 691). Dates are in its JSON form
+(PEP 700). Where an index answers in HTML only, they come from the project JSON next to the simple API, `/pypi/NAME/json`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megacpp_overlays.upkeep.matrix.releases import (
 _TIMEOUT = (10.0, 60.0)
 """Seconds to connect and to wait for bytes."""
 _WRONG_TYPES = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
-"""What comes of JSON in which something is of another type than it should be."""
+"""Exceptions that JSON with values of unexpected types leads to."""
 _KINDS = (".whl", ".tar.gz")
 
 
 class PackageIndex:
-    """The index as it answers now."""
+    """The client of the index."""
 
     def __init__(self, endpoint: str) -> None:
         self._client = PyPISimple(endpoint)
@@ -56,7 +56,7 @@ class PackageIndex:
 
         Raises:
             NoNetworkError: there is no answer.
-            UpkeepError: the index has no such project, or what it says cannot be read.
+            UpkeepError: the index has no such project, or its answer cannot be read.
         """
         try:
             page = self._client.get_project_page(distribution, timeout=_TIMEOUT)
@@ -73,33 +73,33 @@ class PackageIndex:
         except requests.HTTPError as error:
             raise NoNetworkError(f"the configured index answers with an error ({_status(error)})") from error
         except BodyError as error:
-            raise UpkeepError(f"{distribution}: the configured index says what cannot be read: {error}") from error
+            raise UpkeepError(f"{distribution}: the answer of the configured index cannot be read: {error}") from error
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, requests.RequestException) as error:
-            raise UpkeepError(f"the configured index says what cannot be read: {type(error).__name__}") from error
+            raise UpkeepError(f"the answer of the configured index cannot be read: {type(error).__name__}") from error
         except _WRONG_TYPES as error:
-            said = f"{distribution}: the configured index says what cannot be read: {type(error).__name__}"
+            said = f"{distribution}: the answer of the configured index cannot be read: {type(error).__name__}"
             raise UpkeepError(said) from error
 
     def download(self, file: ArchiveFile, path: Path) -> None:
         """Write a file of an answer to a path, its hash checked; nothing is left there on any failure.
 
         Raises:
-            NoNetworkError: it cannot be had.
-            UpkeepError: what came is not what the index lists.
+            NoNetworkError: the file cannot be downloaded.
+            UpkeepError: the downloaded file does not have the SHA-256 that the index lists.
         """
         if (package := self._packages.get(file.sha256)) is None:
             raise NoNetworkError(f"{file.name} is not in the cache, and the configured index does not offer it")
         try:
             self._client.download_package(package, path, timeout=_TIMEOUT)
         except DigestMismatchError as error:
-            raise UpkeepError(f"{file.name}: what came does not have the SHA-256 that the index lists") from error
+            raise UpkeepError(f"{file.name}: the download does not have the SHA-256 that the index lists") from error
         except BodyError as error:
             raise UpkeepError(f"{file.name} cannot be downloaded: {error}") from error
         except requests.RequestException as error:
             raise NoNetworkError(f"{file.name} cannot be downloaded ({_status(error)})") from error
 
     def _project_json(self, distribution: str) -> dict[str, str]:
-        """Return upload dates by file name from the project JSON beside the simple API, where there is one."""
+        """Return upload dates by file name from the project JSON next to the simple API, where there is one."""
         parts = urlsplit(self._client.endpoint)
         path = parts.path.rstrip("/")
         if not path.endswith("/simple"):
@@ -116,13 +116,13 @@ class PackageIndex:
 
 
 def _is_readable(package: DistributionPackage) -> bool:
-    """Return whether a file can be read, and can be checked."""
+    """Return whether a file has a readable format and a SHA-256 to check it by."""
     name = package.filename
     return name.endswith(_KINDS) and is_plain(name) and "sha256" in package.digests
 
 
 def _releases(packages: Sequence[DistributionPackage], dates: Mapping[str, str]) -> tuple[Release, ...]:
-    """Return a release for every version, also for one of which no file can be read."""
+    """Return a release for every version, also for a version without readable files."""
     by_version: defaultdict[str, list[DistributionPackage]] = defaultdict(list)
     for each in packages:
         with contextlib.suppress(InvalidVersion, TypeError):  # no version, or one from before PEP 440

@@ -1,7 +1,7 @@
-"""Addresses of upstream's pages of releases: the page of a tag, for the tags that were seen.
+"""Addresses of upstream's release pages: the page of a tag, for the tags that were seen.
 
-Not every release on an index has a tag, and not every tag is named after its release alone, so nothing is guessed: what is
-not listed here has no link.
+Not every release on an index has a tag, and not every tag is named after its release alone. So no address is guessed: a
+release that is not listed here has no link.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SEEN = {
         "0.1.8 0.1.9 0.1.10 0.1.11 0.1.12 0.1.13",
     ),
 }
-"""By distribution: the repository, what its tags begin with, and the releases with such a tag on 2026-11-23."""
+"""By distribution: the repository, the prefix of its tags, and the releases with such a tag on 2026-11-23."""
 
 
 def page_of(distribution: str, version: str) -> str | None:

@@ -1,6 +1,6 @@
-"""The releases of a distribution: which there are, when they came, and which file of each is read.
+"""The releases of a distribution, their dates, and the choice of the file to read of each.
 
-Data alone: asking an index is in `package_index`, getting a file is in `archives`.
+This module holds data only: `package_index` asks an index, `archives` fetches files.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from packaging.version import Version
 from megacpp_overlays.errors import UpkeepError
 
 _MINOR = 12
-"""The Python that wheels are chosen for where there is no pure one. They are read and never imported, so it only has
-to be the same choice on every machine."""
+"""The minor version of Python that wheels are chosen for where there is no pure wheel. Wheels are read and never imported, so
+the choice only has to be the same on every machine."""
 
 
 _OLDEST = {"triton": Version("3.3.1"), "torch": Version("2.11.0"), "transformers": Version("5.23.0")}
-"""Of distributions whose archives are large, the oldest release that is read: of triton the last one before the defect of
+"""The oldest release that is read of each distribution with large archives: of triton the last one before the defect of
 pack 43, of torch and transformers the one that the lanes have."""
 SMALL_BUILDS = {"torch": ("macosx_14_0_arm64", "macosx_11_0_arm64")}
-"""Of distributions whose wheels for Linux have half a gigabyte of kernels, the platforms whose wheels are read: their Python files are
-the same but for `version.py` and a few that only builds for CUDA have."""
+"""The platforms whose wheels are read of distributions whose Linux wheels have half a gigabyte of kernels. The Python files are
+the same except for `version.py` and a few that only builds for CUDA have."""
 
 
 def is_read(distribution: str, version: str) -> bool:
-    """Return whether a release has a row: all have, but for old ones of distributions whose archives are large."""
+    """Return whether a release has a row; only old releases of distributions with large archives have none."""
     return distribution not in _OLDEST or Version(version) >= _OLDEST[distribution]
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name that an index gave leads to no other folder."""
+    """Return whether a file name from an index cannot lead to another folder."""
     return bool(name) and not name.startswith(".") and not set(name) & set("/\\\0")
 
 
@@ -44,7 +44,7 @@ class ArchiveFile:
     name: str
     sha256: str
     uploaded: str | None
-    """Date in UTC, `2026-08-18`; None where the index does not say."""
+    """Date of the upload in UTC, `2026-08-18`; None where the index gives none."""
 
     def __post_init__(self) -> None:
         if not is_plain(self.name):
@@ -62,13 +62,13 @@ class Release:
 
     version: str
     yanked: str | None
-    """Why all of its files were withdrawn, perhaps in no words; None where they were not."""
+    """The reason why all of its files were withdrawn, possibly empty; None where they were not withdrawn."""
     files: tuple[ArchiveFile, ...]
-    """Those that can be read and checked, the one that is read first."""
+    """The files that can be read and checked, in order of preference."""
 
     @property
     def date(self) -> str | None:
-        """When its first file was uploaded, as a date in UTC; None where the index does not say."""
+        """The date in UTC of the first upload; None where the index gives none."""
         return min((file.uploaded for file in self.files if file.uploaded), default=None)
 
     @property
@@ -79,35 +79,35 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexAnswer:
-    """What an index said about a distribution."""
+    """The answer of an index about a distribution."""
 
     distribution: str
     asked: str
-    """The date in UTC."""
+    """The date of the query in UTC."""
     releases: tuple[Release, ...]
-    """By version."""
+    """Releases, ordered by version."""
 
     @property
     def read(self) -> tuple[Release, ...]:
-        """Those that have a row; see `is_read`."""
+        """The releases that have a row; see `is_read`."""
         return tuple(each for each in self.releases if is_read(self.distribution, each.version))
 
 
 def release(version: str, files: Iterable[ArchiveFile], yanked: str | None) -> Release:
-    """Return a release, its files in the order in which they are tried."""
+    """Return a release with its files in order of preference."""
     return Release(version=version, yanked=yanked, files=tuple(sorted(files, key=_preference)))
 
 
 def in_order(releases: Iterable[Release]) -> tuple[Release, ...]:
-    """Return releases by version."""
+    """Return releases sorted by version."""
     return tuple(sorted(releases, key=lambda each: Version(each.version)))
 
 
 def _preference(file: ArchiveFile) -> tuple[int, bool, bool, int, str]:
     """Order the files of a release: a pure wheel, another wheel, a source distribution.
 
-    Wheels of one release have the same Python files, so of several the one for x86-64 and the Python next to 3.12 is
-    read on every machine; `SMALL_BUILDS` has exceptions.
+    Wheels of one release have the same Python files. So every machine reads the wheel for x86-64 whose Python is closest
+    to 3.12; `SMALL_BUILDS` has exceptions.
     """
     if not file.is_wheel:
         return 2, False, False, 0, file.name
@@ -136,7 +136,7 @@ def from_data(data: Mapping[str, Any]) -> IndexAnswer:
     """Return the answer that was kept as data.
 
     Raises:
-        UpkeepError: this is no such data.
+        UpkeepError: the data is no kept answer.
     """
     try:
         releases = [

@@ -1,1 +1,1 @@
-"""Files of a new overlay, in the form of those that are there."""
+"""Generation of the files of a new overlay, in the form of the existing overlays."""

@@ -1,4 +1,4 @@
-"""The files of a new overlay, filled in from the code of its target as it is read here."""
+"""The files of a new overlay, generated from templates and the installed source of its target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPOSITORY = re.compile(r"github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?(?:[/#?]|$)")
 
 
 class NewOverlay(NamedTuple):
-    """What a new overlay is about."""
+    """The description of a new overlay."""
 
     id: str
     module: str
@@ -36,7 +36,7 @@ class NewOverlay(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name as a module."""
+        """The name of its module."""
         return self.id.replace("-", "_")
 
 
@@ -44,7 +44,7 @@ def target_of(text: str) -> tuple[str, str]:
     """Return module and symbol of `MODULE:SYMBOL`.
 
     Raises:
-        UpkeepError: it has another form.
+        UpkeepError: the text has another form.
     """
     module, sign, symbol = text.partition(":")
     if not sign or not all(part.isidentifier() for part in [*module.split("."), *symbol.split(".")]):
@@ -55,7 +55,7 @@ def target_of(text: str) -> tuple[str, str]:
 
 
 def distribution_of(module: str) -> str:
-    """Return the distribution that a module is installed from, or its outermost package where that cannot be told."""
+    """Return the distribution that a module is installed from, or a name made from its outermost package where none is known."""
     top = module.partition(".")[0]
     names = importlib_metadata.packages_distributions().get(top, [])
     return next(iter(dict.fromkeys(names)), top.replace("_", "-"))
@@ -85,9 +85,9 @@ def in_project(new: NewOverlay, tree: SourceTree, root: Path) -> dict[Path, str]
 
 
 def as_plugin(new: NewOverlay, tree: SourceTree, folder: Path) -> dict[Path, str]:
-    """Return the files of an overlay in a package of somebody's own, by path.
+    """Return the files of an overlay in a user's own package, by path.
 
-    The package is made if it is not there; where it is, its `pyproject.toml` is left to its owner.
+    The package is created if it does not exist; an existing `pyproject.toml` is not changed.
 
     Raises:
         UpkeepError: the target cannot be read, or a file is there already.
@@ -146,7 +146,7 @@ def _file(module: str, source: ModuleSource) -> str:
 
 
 def _repository(distribution: str) -> str:
-    """Return the repository on GitHub that the metadata of a distribution name, or a word that is to be filled in."""
+    """Return the GitHub repository in the metadata of a distribution, or the placeholder OWNER/NAME."""
     try:
         metadata = importlib_metadata.metadata(distribution)
     except importlib_metadata.PackageNotFoundError:
@@ -156,10 +156,10 @@ def _repository(distribution: str) -> str:
 
 
 def pattern_of(source: ModuleSource, symbol: str) -> str:
-    """Return the code of a function as a pattern that matches it, without what a pattern does not look at.
+    """Return the code of a function as a pattern that matches it, without its docstring and annotations, which patterns ignore.
 
     Raises:
-        UpkeepError: there is no such function, or it cannot be written as a pattern.
+        UpkeepError: there is no such function, or its code cannot be written as a pattern.
     """
     function = source.function(symbol)
     if not isinstance(function, ast.FunctionDef):

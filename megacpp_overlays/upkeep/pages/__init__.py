@@ -1,1 +1,1 @@
-"""Static HTML pages: one file each, without a request; a script only filters what is there."""
+"""Static HTML pages: one file each, without requests; scripts only filter the content of the page."""

@@ -1,4 +1,4 @@
-"""The page of a run: what is active in it, why, in which releases the defect is, and what would retire it."""
+"""The page of a run: its active overlays with reasons, the releases with each defect, and the retirement conditions."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ HEADINGS = {
     Decision.DISABLED: "Off",
     Decision.ABSENT: "Not here",
 }
-"""What a reader sees above the overlays of each decision, in the order of the page."""
+"""The heading above the overlays of each decision, in the order of the page."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _NEEDS_A_PERSON = frozenset({Decision.CONFLICT, Decision.UNPROVED, Decision.GATED})
 _OPEN = _NEEDS_A_PERSON | {Decision.ACTIVE}
 
 
 class RunOnPage(NamedTuple):
-    """What a page is about."""
+    """The data of a run that its page shows."""
 
     audit: Mapping[str, Any]
-    """Plain data, as `audit().as_dict()` has it; of a receipt or an older version some keys may be missing."""
+    """Plain data in the form of `audit().as_dict()`; in a receipt or an older version some keys may be missing."""
     made: datetime
     ranks: str | None = None
-    """What is known of the agreement of ranks, in a sentence."""
+    """The agreement of the ranks, in a sentence."""
     compared: tuple[str, Sequence[Change]] | None = None
-    """What the audit was compared with, and what changed since."""
+    """The name of an earlier audit, and the changes since."""
 
 
 def _model(audit: Mapping[str, Any]) -> Concerns:
-    """Return what an audit says of the model; no answers without `--config`, or where no optimizer took a step."""
+    """Return the audit's answers about the model; none without `--config`, or where no optimizer took a step."""
     data = audit.get("model")
     return report.from_dict(data if isinstance(data, Mapping) else {})
 
 
 def _of_model(model: Concerns, overlay_id: str) -> str:
-    """Return why an overlay does not concern the model, or may; empty where it does."""
+    """Return the reason why an overlay does not concern the model, or may concern it; empty where it does."""
     concern = model.by_id.get(overlay_id)
     if concern is None or concern.answer is Ternary.YES:
         return ""
@@ -61,14 +61,14 @@ def _of_model(model: Concerns, overlay_id: str) -> str:
 
 
 def _headline(model: Concerns, active: Collection[str]) -> str | None:
-    """Return how many of some active overlays concern the model; None where nothing is known of it."""
+    """Return the number of active overlays that concern the model, as a sentence; None without answers about the model."""
     if not model.by_id:
         return None
     return f"{sum(map(model.is_concerned, active))} of {len(active)} active overlays concern it, {model.origin}"
 
 
 def agreement(audit: Mapping[str, Any]) -> str | None:
-    """Return what an audit knows of the agreement of ranks, in a sentence; None where nothing compared them."""
+    """Return the agreement of ranks from an audit, as a sentence; None where the ranks were not compared."""
     ranks = audit.get("ranks")
     if not isinstance(ranks, Mapping):
         return None
@@ -85,8 +85,8 @@ def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
 
     Args:
         run: the run.
-        overlays: the declarations of this package, which tell what a kept audit leaves out.
-        packs: the inventory, whose kept matrix says in which releases a defect is.
+        overlays: the declarations of this package, for the fields that a kept audit leaves out.
+        packs: the inventory, whose kept matrix lists the releases with each defect.
 
     Raises:
         UpkeepError: the kept matrix cannot be read.
@@ -128,7 +128,7 @@ def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
 
 
 def _by_subject(changes: Sequence[Change]) -> list[tuple[str, list[Change]]]:
-    """Return changes by what they are of; a hash of 64 digits is as much as its beginning to a reader."""
+    """Return changes by subject, with hashes of 64 digits shortened for the reader."""
     found: dict[str, list[Change]] = {}
     for each in changes:
         found.setdefault(each.subject, []).append(each._replace(before=_short(each.before), after=_short(each.after)))
@@ -151,12 +151,12 @@ def _of(parts: Sequence[Mapping[str, Any]]) -> Decision:
 
 
 def _histories(packs: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return by overlay, for each distribution with a column about it, the verdicts through its releases."""
+    """Return the history of verdicts for each distribution with a column about an overlay, by overlay."""
     found: dict[str, list[tuple[str, str]]] = {}
     for table in matrix_file.read(packs):
         for column in table.columns:
-            told = matrix_text.history(table, column.overlay)
-            found.setdefault(column.overlay, []).append((table.distribution, told))
+            history = matrix_text.history(table, column.overlay)
+            found.setdefault(column.overlay, []).append((table.distribution, history))
     return found
 
 
@@ -198,7 +198,7 @@ def _overlay(
 
 
 def _brief(parts: Sequence[Mapping[str, Any]], declared: Erratum | None) -> str:
-    """Return the line beside a folded overlay: the reason where a person has to act, else the symptom or the title."""
+    """Return the line next to a folded overlay: the reason where a person has to act, else the symptom or the title."""
     decision = _of(parts)
     reasons = [part.get("reason", "") for part in parts if part["decision"] == decision.value]
     if decision in _NEEDS_A_PERSON or declared is None:

@@ -10,12 +10,12 @@ from typing import Any
 import jinja2
 
 _INVISIBLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-"""Control characters but line ends and tabs, marks that turn the direction of text, and halves of characters."""
+"""Control characters except line ends and tabs, marks that change the direction of text, and surrogates."""
 
 
 @functools.cache
 def named(name: str, folder: Path) -> jinja2.Template:
-    """Return a template of a folder; whatever is put into it is text, all of which can be seen, and never markup."""
+    """Return a template of a folder, which escapes markup and invisible characters in every inserted value."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
@@ -29,9 +29,9 @@ def named(name: str, folder: Path) -> jinja2.Template:
 
 
 def _visible(value: Any) -> Any:
-    """Return a text with escapes in the place of characters that a page may not have or that would forge what it shows.
+    """Return a text with escapes in the place of characters that are forbidden in a page or would forge its visible text.
 
-    Markup is what a template made, of parts that came by here.
+    Markup is returned as it is: a template made it from values that this function already escaped.
     """
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value

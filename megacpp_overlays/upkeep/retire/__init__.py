@@ -1,1 +1,1 @@
-"""The checklist of a retirement, its history entry, and the steps that are left to a person."""
+"""The retirement of an overlay: its checklist, its history entry, and the steps that are left to a person."""

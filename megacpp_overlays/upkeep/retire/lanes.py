@@ -1,4 +1,4 @@
-"""Lanes of a checkout that still need an overlay: they would run unpatched without it."""
+"""The lanes of a checkout that still need an overlay, because they would run unpatched without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Need(enum.Enum):
 
     NO = "needs it no more"
     YES = "needs it"
-    UNKNOWN = "nobody knows whether it needs it"
+    UNKNOWN = "it is unknown whether it needs it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def of_checkout(root: Path) -> tuple[Lock, ...]:
     """Return the locks of lanes: `locks/*.txt` with a lane in the head.
 
     Raises:
-        LockError: one of them cannot be read.
+        LockError: a lock cannot be read.
     """
     paths = sorted((root / "locks").glob("*.txt"))
     return tuple(locks.read(path) for path in paths if _IS_LANE.search(path.read_text(errors="replace")))
@@ -60,14 +60,14 @@ def look(
     same files as the lock for which the retirement has been proved.
 
     Args:
-        overlay_id: of the overlay.
-        distributions: its targets.
-        lanes: their locks, see `concerned`.
+        overlay_id: the id of the overlay.
+        distributions: the overlay's target distributions.
+        lanes: the locks of the lanes, see `concerned`.
         proven: the lock for which the retirement has been proved.
-        folder: where environments are.
+        folder: the folder of environments.
 
     Raises:
-        UpkeepError: an environment is there, and this package does not run in it.
+        UpkeepError: an environment exists, and this package does not run in it.
     """
     for lock in lanes:
         pins = [lock.pins[name] for name in sorted(distributions) if name in lock.pins]

@@ -1,4 +1,4 @@
-"""The retirement of an overlay: the checklist, the history entry, and what is left for a person to remove."""
+"""The retirement of an overlay: the checklist, the history entry, and the files that are left for a person to remove."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ ENVIRONMENTS = ".envs"
 
 
 class WrongNameError(UpkeepError):
-    """Raised when an overlay, a lane or a version is named that cannot be meant; the text has those that can."""
+    """Raised when the user names an unknown overlay or lane, or an invalid version; the message suggests known names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """The arguments of a retirement."""
 
     overlay: str
     lock: Path
-    """What is shown is shown for this lock."""
+    """The lock for which the retirement is proved."""
     python: Path | None = None
-    """Interpreter of an environment that holds it."""
+    """Interpreter of an environment that holds the lock."""
     environments: Path | None = None
-    """Where environments of lanes are; `.envs` of the checkout if not given."""
+    """The folder of the lanes' environments; `.envs` of the checkout if not given."""
     leave: tuple[str, ...] = ()
     """Lanes that may run unpatched."""
     since: str | None = None
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetirementOutcome:
-    """What came of it."""
+    """The outcome of a retirement."""
 
     entry: RetiredOverlay
     """The history entry."""
@@ -64,11 +64,11 @@ class RetirementOutcome:
     unpatched: tuple[Lane, ...]
     """Lanes that lose the overlay and may still need it."""
     written: tuple[str, ...] = ()
-    """Files that were written, by their paths in the checkout; empty after a dry run and a refusal."""
+    """Written files, as paths in the checkout; empty after a dry run or a refusal."""
 
     @property
     def holds(self) -> bool:
-        """Whether the overlay may go."""
+        """Whether the overlay may be retired."""
         return all(item.state is retirement.ItemState.DONE for item in self.items)
 
 
@@ -78,16 +78,16 @@ def prepare(
     show: Callable[[ChecklistItem], None],
     tell: Callable[[str], object] = lambda line: None,
 ) -> RetirementOutcome:
-    """Go through the checklist; if all of it holds, write the history entry and keep the receipt that shows it.
+    """Go through the checklist; if every item holds, write the history entry and keep the receipt that proves it.
 
     Args:
-        request: what was asked for.
+        request: the arguments of the retirement.
         overlays: every declared overlay, in parts.
-        show: called with each item of the checklist when it is known.
-        tell: gets a line about the progress of what takes minutes.
+        show: called with each item of the checklist when its result is known.
+        tell: receives progress lines of steps that take minutes.
 
     Raises:
-        WrongNameError: the overlay, a lane or a version is none.
+        WrongNameError: the overlay or a lane is unknown, or the version is invalid.
         UpkeepError: the overlay is retired already, or cannot be retired from here.
         LockError: a lock cannot be read.
         ManifestError: the receipt cannot be kept; nothing was written.
@@ -127,7 +127,7 @@ def _checkout() -> Path:
     """Return the git checkout that this package is in.
 
     Raises:
-        UpkeepError: it is in none.
+        UpkeepError: the package is in no checkout.
     """
     root = Path(str(megacpp_overlays.__file__)).resolve().parent.parent
     top = git.ask(root, "rev-parse", "--show-toplevel")
@@ -156,7 +156,7 @@ def _entry(parts: Sequence[Erratum], lock: Lock, since: str | None) -> RetiredOv
 
     Raises:
         LockError: the lock does not pin its target.
-        WrongNameError: the release is no version, or newer than what the lock pins.
+        WrongNameError: the release is no version, or newer than the pinned version.
     """
     overlay = parts[0]
     distribution = overlay.target.distribution
@@ -192,7 +192,7 @@ def _examine(
     kept: Path,
     tell: Callable[[str], object],
 ) -> bool:
-    """Ask the probe, the condition and the reproducer; return whether a receipt of the last is in the folder `kept`."""
+    """Check the probe, the condition and the reproducer; return whether the reproducer's receipt is in the folder `kept`."""
     try:
         environment = environments.of(lock, folder=folder, python=request.python)
     except LockError as error:

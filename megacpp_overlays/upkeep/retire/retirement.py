@@ -1,7 +1,8 @@
-"""The questions of the checklist of a retirement, answered in the environment of a lock.
+"""The items of the checklist of a retirement, checked in the environment of a lock.
 
-A version number is no answer and neither is one probe alone. The probe must say FIXED, the overlay's own condition must
-hold, the reproducer must show upstream right, and no other lane may lose a repair that it needs without being named.
+Neither a version number nor a probe alone is sufficient. The probe must say FIXED, the overlay's own condition must
+hold, the reproducer must show that upstream is right, and no other lane may lose a repair that it needs unless the user
+names the lane.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from megacpp_overlays.upkeep.retire.lanes import Lane, Need
 _SAID = re.compile(r"^([A-Z]+(?:_[A-Z]+)*: .*) \(case (\S+)\)$", re.MULTILINE)
 _GONE = Sentinel.BUG_NOT_PRESENT
 _MARGIN = 120.0
-"""Seconds for everything but the processes of the cases."""
+"""Seconds allowed in addition to the processes of the cases."""
 
 
 class ItemState(enum.Enum):
-    """How an item of the checklist ended."""
+    """The state of an item of the checklist."""
 
     DONE = "done"
     REFUSED = "refused"
@@ -43,11 +44,11 @@ class ChecklistItem:
     state: ItemState
     said: str
     way_out: str | None = None
-    """The option that settles it, where one does."""
+    """The command-line option that settles the item, where there is one."""
 
 
 class Checklist:
-    """The items so far. After one was refused, what would take long is not tried."""
+    """The items so far. After one was refused, slow steps are skipped."""
 
     def __init__(self, show: Callable[[ChecklistItem], None]) -> None:
         self.items: list[ChecklistItem] = []
@@ -55,11 +56,11 @@ class Checklist:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was refused."""
+        """Whether every item is done."""
         return all(item.state is ItemState.DONE for item in self.items)
 
     def add(self, name: str, said: str, *, holds: bool, way_out: str | None = None) -> None:
-        """Add an answer."""
+        """Add an item with its result."""
         self._add(
             ChecklistItem(name=name, state=ItemState.DONE if holds else ItemState.REFUSED, said=said, way_out=way_out)
         )
@@ -74,7 +75,7 @@ class Checklist:
 
 
 def probe(checklist: Checklist, environment: Environment, overlay_id: str, retire_when: str) -> ProbeReport:
-    """Ask the probe whether the overlay is due there."""
+    """Add the items on whether the probe says FIXED and the retirement condition holds in an environment."""
     probed = evidence.probe(environment)[overlay_id]
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in probed.versions.items())
     seen = f"{probed.verdict.value} on {versions}: {probed.evidence}"
@@ -97,18 +98,18 @@ def reproduce(
     folder: Path,
     tell: Callable[[str], object] = lambda line: None,
 ) -> bool:
-    """Run the cases of the overlay, and keep the receipt in a folder; return whether it shows the bug gone.
+    """Run the cases of the overlay, and keep the receipt in a folder; return whether the receipt shows that the bug is gone.
 
-    Every part that is FIXED needs a case about it that shows so. Where this host cannot run it, one in a kept receipt
-    of the same versions counts.
+    Every part that is FIXED needs a case that shows it. Where this host cannot run the case, a kept receipt of the same
+    versions counts.
 
     Args:
-        checklist: gets the answer.
-        environment: where.
-        pack: its cases.
-        probed: what the probe said.
+        checklist: receives the item.
+        environment: the environment.
+        pack: the pack of the cases.
+        probed: the report of the probe.
         folder: an empty folder, for the receipt.
-        tell: gets a line before cases run, which takes minutes.
+        tell: receives a line before the cases run, which takes minutes.
     """
     cases = {case.name: case for case in inventory.load_cases(pack.reproducer) if case.overlay == probed.overlay}
     if not cases:
@@ -127,24 +128,24 @@ def reproduce(
         checklist.add("reproducer", said or f"it {ended or 'said nothing'}", holds=False)
         return False
     fixed = [part for part in probed.parts if part.verdict is Verdict.FIXED]
-    about, told = [cases[name] for name in shown], [said]
+    about, notes = [cases[name] for name in shown], [said]
     for kept in evidence.receipts_for(probed, pack, environment.lock):
         if all(words == {_GONE} for words in kept.said.values()):
             missing = evidence.uncovered(fixed, about)
             about += [cases[name] for name in kept.said]
             if shows := set(missing) - set(evidence.uncovered(fixed, about)):
-                told.append(f"{kept.log} shows {_GONE.value} for {', '.join(sorted(shows))}")
+                notes.append(f"{kept.log} shows {_GONE.value} for {', '.join(sorted(shows))}")
     missing = evidence.uncovered(fixed, about)
     if missing:
         why = f"no case that runs on this host, and no kept receipt of these versions, shows {_GONE.value} for "
         checklist.add("reproducer", f"{why}{', '.join(missing)}: {said}", holds=False)
     else:
-        checklist.add("reproducer", "; ".join(told), holds=True)
+        checklist.add("reproducer", "; ".join(notes), holds=True)
     return bool(shown)
 
 
 def _shown(folder: Path, pack: Pack, overlay_id: str) -> frozenset[str] | None:
-    """Return the cases that show the bug gone in the receipt of a run; None where anything failed or says otherwise."""
+    """Return the cases that show in a run's receipt that the bug is gone; None where a case failed or shows another result."""
     entry = manifest.entry_of(manifest.read(folder), pack.number)
     if entry is None or receipts.problems(folder):
         return None
@@ -156,7 +157,7 @@ def _shown(folder: Path, pack: Pack, overlay_id: str) -> frozenset[str] | None:
 
 
 def other_lanes(checklist: Checklist, lanes: Sequence[Lane], leave: Sequence[str]) -> list[Lane]:
-    """Ask whether the other lanes can do without; return those that are left unpatched on purpose."""
+    """Add an item for each other lane on whether it needs the overlay; return the lanes left unpatched on purpose."""
     left = []
     for lane in lanes:
         said = f"{lane.pinned}: {lane.need.value}; {lane.why}"

@@ -16,7 +16,7 @@ _LONGEST = 200
 
 
 def steps(outcome: RetirementOutcome) -> str:
-    """Return what is left to do, in the order in which it works."""
+    """Return the remaining steps, in the order in which they must be done."""
     left, entry = outcome.leavings, outcome.entry
     notes = f"packs/{left.pack.name}/README.md"
     guard = "" if left.siblings else "the pack becomes class `regression guard`, lifecycle state `retired`; "
@@ -28,7 +28,7 @@ def steps(outcome: RetirementOutcome) -> str:
         ("Remove:", [f"git rm {shlex.join(left.files)}"]),
         ("Remove as well, unless others use them, because nothing else names them:", left.unused),
         ("Edit:", edits),
-        ("Edit, because these lines name what is gone:", map(shortened, left.mentions)),
+        ("Edit, because these lines name the removed overlay or its files:", map(shortened, left.mentions)),
         ("Bring in step:", _IN_STEP),
         ("Then run `make test`, and commit:", [_commit(outcome)]),
     ]
@@ -37,7 +37,7 @@ def steps(outcome: RetirementOutcome) -> str:
 
 
 def reason(outcome: RetirementOutcome) -> str:
-    """Return why an overlay goes, for the changelog and the commit."""
+    """Return the reason for the retirement of an overlay, for the changelog and the commit."""
     entry = outcome.entry
     text = f"{entry.distribution} {entry.version} is right without it. Its reproducer stays as a regression guard."
     lanes = ", ".join(f"`{lane.name}` ({lane.pinned})" for lane in outcome.unpatched)

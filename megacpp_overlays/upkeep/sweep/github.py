@@ -1,8 +1,8 @@
-"""A polite client of GitHub's REST API, or of that of a GitHub Enterprise server.
+"""A polite client of the REST API of GitHub or of a GitHub Enterprise server.
 
-One request at a time, as the host asks of its clients. When the hourly budget of requests is spent the client stops and
-says when it is renewed; it does not sleep. A token goes to the host that was named and to no other: a redirect to another
-host is not followed, and no proxy stands between this machine and itself.
+It makes one request at a time, as the host asks of its clients. When the hourly budget of requests is spent, the client stops
+and reports when it is renewed; it does not sleep. A token is sent only to the configured host: redirects to other hosts are
+not followed, and requests to this machine use no proxy.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 _LONGEST = timedelta(days=7)
 _REDIRECTS, _HOPS = {301, 302, 307, 308}, 5
 _BROKEN, _TRIES = {500, 502, 503, 504}, 3
-"""What is tried again, and how often."""
+"""Status codes of requests that are retried, and the number of retries."""
 
 
 def checked_address(text: str) -> str:
     """Return the address of an API without its last slash.
 
     Raises:
-        UpkeepError: it is no http or https address, or it carries a name or a password.
+        UpkeepError: the text is no http or https address, or it contains a user name or a password.
     """
     if "@" in text:
         raise UpkeepError("the address of the API has credentials in it; leave them out and set GITHUB_TOKEN instead")
@@ -51,7 +51,7 @@ def checked_address(text: str) -> str:
         fits = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
     except ValueError:  # half of an IPv6 address, or a port that is no number
         fits = False
-    # A query may be a token, so one is not shown.
+    # A query may contain a token, so it is not shown.
     shown, *rest = re.split("[?#]", text)
     if not fits or rest:
         raise UpkeepError(
@@ -61,16 +61,16 @@ def checked_address(text: str) -> str:
 
 
 class Client:
-    """Answers of one host, with its budget.
+    """A client of one host, which tracks the host's budget of requests.
 
     Args:
         api: base address, such as `https://api.github.com` or `https://ghe.example/api/v3`.
-        token: sent to that host alone; never printed, never kept; white space around it is no part of it.
+        token: sent only to that host, never printed or stored; white space around it is removed.
         timeout: seconds to connect, and to wait for an answer.
-        backoff: seconds before the second retry of a request that failed on the way or with 5xx; doubled each time.
+        backoff: seconds before the second retry of a request that failed in transit or with 5xx; doubled each time.
 
     Raises:
-        UpkeepError: the address is none, or the token would travel in the open.
+        UpkeepError: the address is invalid, or the token would be sent unencrypted.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Client:
         parts = urlsplit(self.api)
         if token and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
             raise UpkeepError(f"{self.api} is not encrypted, so the token stays here; use https, or unset the token")
-        # A proxy of the environment would see the token, and has no way to this machine.
+        # A proxy of the environment would see the token, and cannot reach this machine's loopback.
         self._proxies = {"no_proxy": str(parts.hostname)} if parts.hostname in _LOOPBACK else {}
         self._timeout = timeout
         self._session = requests.Session()
@@ -102,8 +102,8 @@ class Client:
             }
         )
         self._session.auth = _authorization(token)
-        # What asks us to wait is answered by stopping, never by sleeping here. An answer that is tried again for its status
-        # is none of its business: it would first read that one to its end, wherever that is.
+        # When the host asks to wait, the client stops and does not sleep here. urllib3 must not retry by status, because it
+        # would first read the body of the response to its end, which may never come.
         retry = Retry(
             total=3,
             connect=1,
@@ -119,9 +119,9 @@ class Client:
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, BoundedAdapter(max_retries=retry))
         self.asked = 0
-        """Requests made, retries not counted."""
+        """Number of requests, without retries."""
         self.left: int | None = None
-        """Requests that the host still takes, as it last said."""
+        """Remaining requests by the host's last answer."""
         self._closed_until: datetime | None = None
 
     def get(self, path: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Client:
         return found
 
     def pages(self, path: str) -> Iterator[list[Any]]:
-        """Yield the pages of a list, as far as they are asked for.
+        """Yield the pages of a list, each requested when the caller needs it.
 
         Raises:
             HostError: see its subclasses.
@@ -149,7 +149,7 @@ class Client:
             yield page
 
     def _ask(self, url: str) -> tuple[Any, str | None]:
-        """Return the answer and, of a list, the address of its next page."""
+        """Return the answer and, for a list, the address of its next page."""
         for _ in range(_HOPS):
             response = self._send(url)
             if response.status_code in _REDIRECTS and "Location" in response.headers:
@@ -172,7 +172,7 @@ class Client:
                 raise UnreachableError(f"{urlsplit(url).netloc} cannot be reached: {cause or error}") from error
             raise NoAnswerError(f"{url}: no whole answer: {cause or error}") from error
         except ValueError as error:
-            raise NoAnswerError(f"{url}: leads to what is no address") from error
+            raise NoAnswerError(f"{url}: leads to an invalid address") from error
         self._note_budget(response)
         return response
 
@@ -197,7 +197,7 @@ class Client:
             target = urljoin(url, location)
             here, there = urlsplit(url), urlsplit(target)
         except ValueError as error:
-            raise NoAnswerError(f"{url}: leads to what is no address") from error
+            raise NoAnswerError(f"{url}: leads to an invalid address") from error
         if (here.scheme, here.netloc) != (there.scheme, there.netloc):
             raise NoAnswerError(f"{url}: leads to another host, {there.netloc}; that is not followed")
         return target
@@ -226,7 +226,7 @@ class Client:
 
 
 def _authorization(token: str | None) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
-    # Always set, also without a token: otherwise requests sends what it finds in a netrc file.
+    # Always set, also without a token: otherwise requests sends credentials from a netrc file.
     def add(request: requests.PreparedRequest) -> requests.PreparedRequest:
         if token:
             request.headers["Authorization"] = f"Bearer {token}"
@@ -241,7 +241,7 @@ def _limited(response: requests.Response) -> bool:
 
 
 def _resume(response: requests.Response) -> datetime:
-    """Return when to come back, by the host's rules: Retry-After, else the reset of the budget, else in a minute."""
+    """Return the time of the next allowed request by the host's rules: Retry-After, else the reset of the budget, else in a minute."""
     now = datetime.now(timezone.utc)
     wait, reset = response.headers.get("Retry-After", ""), response.headers.get("X-RateLimit-Reset", "")
     if (seconds := _number(wait)) is not None:
@@ -252,11 +252,11 @@ def _resume(response: requests.Response) -> datetime:
 
 
 def _number(text: str) -> int | None:
-    """Return the number in a header; None where it is none, or none that anybody counts to."""
+    """Return the number in a header; None where it is no number of at most 15 digits."""
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
 def _at(seconds: float) -> datetime:
-    """Return a time in seconds since 1970, a week from now at the most: nobody comes back later than that."""
+    """Return a time given in seconds since 1970, limited to a week from now, because no user waits longer."""
     latest = datetime.now(timezone.utc) + _LONGEST
     return min(datetime.fromtimestamp(min(seconds, latest.timestamp()), timezone.utc), latest)

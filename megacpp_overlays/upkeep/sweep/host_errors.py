@@ -1,4 +1,4 @@
-"""Errors of the host of threads. They are apart from its client, so that saved answers are read without an HTTP library."""
+"""Errors of the host of threads, in a module without its client, so that reading saved answers needs no HTTP library."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from megacpp_overlays.errors import UpkeepError
 
 
 class HostError(UpkeepError):
-    """Base class of what can go wrong with the host."""
+    """Base class of the errors of the host."""
 
 
 class UnreachableError(HostError):
-    """Raised when no connection comes about: no network, no such host, a proxy or a certificate that refuses."""
+    """Raised when no connection can be made: no network, no such host, a refusing proxy, or an invalid certificate."""
 
 
 class RateLimitError(HostError):
-    """Raised when the host wants no more requests for now.
+    """Raised when the host accepts no more requests for now.
 
     Attributes:
-        until: when it takes requests again, UTC.
+        until: the time when the host accepts requests again, UTC.
     """
 
     def __init__(self, until: datetime) -> None:
@@ -28,12 +28,12 @@ class RateLimitError(HostError):
 
 
 class TokenRefusedError(HostError):
-    """Raised when the host does not take the token."""
+    """Raised when the host does not accept the token."""
 
 
 class GoneError(HostError):
-    """Raised when the host knows no such thing, or does not show it."""
+    """Raised when the requested object does not exist on the host, or is not visible to the client."""
 
 
 class NoAnswerError(HostError):
-    """Raised when one answer did not come, or is not what it should be."""
+    """Raised when one answer did not arrive, or is malformed."""

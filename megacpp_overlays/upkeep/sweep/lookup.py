@@ -1,4 +1,4 @@
-"""The state of one thread as the host has it, and the first release that contains what was merged."""
+"""The state of one thread on the host, and the first release that contains its merge commit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """An answer, and what is needed to find its release."""
+    """An answer, with the repository that is needed to find its release."""
 
     answer: Answer
     repository: str
-    """The one that has the commit: the thread's own, or the one that it moved to."""
+    """The repository of the merge commit: the thread's own, or the one that it moved to."""
 
     @classmethod
     def of(cls, answer: Answer) -> Lookup:
-        """Return what an answer is enough for; no request is needed."""
+        """Return the lookup of an answer, without a request."""
         return cls(answer, (answer.moved_to or answer.repository).partition("#")[0])
 
 
@@ -39,10 +39,10 @@ def version_of(tag: str) -> str:
 
 
 def ask(client: Client, repository: str, number: int, saved: Answer | None, today: date) -> Lookup:
-    """Return the state of a thread as the host has it now; of its release, what was known before.
+    """Return the present state of a thread on the host, with the release from its saved answer.
 
-    A thread that is known to be a pull request costs one request, any other one or two: the issues answer for pull
-    requests too, but without branch and commit.
+    A known pull request takes one request, any other thread one or two: the endpoint of issues also answers for pull
+    requests, but without branch and commit.
 
     Raises:
         HostError: see its subclasses.
@@ -67,7 +67,7 @@ def _asked(where: str, data: Mapping[str, Any], saved: Answer | None, today: dat
     try:
         return _read(where, data, saved, today)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise NoAnswerError(f"{where}: the answer of the host lacks what it should have: {error}") from error
+        raise NoAnswerError(f"{where}: the answer of the host lacks an expected field: {error}") from error
 
 
 def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date) -> Lookup:
@@ -130,20 +130,20 @@ class PublishedRelease:
 
 
 class ReleaseSearch:
-    """The releases of repositories, each listed once."""
+    """Search in the releases of repositories, which lists the releases of each repository once."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._listed: dict[str, tuple[date, tuple[PublishedRelease, ...]]] = {}
 
     def find(self, asked: Lookup, today: date) -> Answer:
-        """Return the answer with the first release that contains its merge commit, or with none on this day.
+        """Return the answer with the first release that contains its merge commit, or with no release as of this day.
 
-        Every release since the merge is asked, oldest first: one of an older line may have what a newer one lacks. A
-        pre-release counts only where no release has the commit.
+        Every release since the merge is checked, oldest first: a release of an older line may have a commit that a newer
+        one lacks. A pre-release counts only where no release has the commit.
 
         Raises:
-            HostError: see its subclasses; the answer as it was is still good.
+            HostError: see its subclasses; the given answer is still valid.
         """
         answer = asked.answer
         if answer.merged is None or answer.merge_commit is None:
@@ -175,7 +175,7 @@ class ReleaseSearch:
             try:
                 on_page = [_release(each) for each in page if not each["draft"]]
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                raise NoAnswerError(f"{repository}: a release lacks what it should have: {error}") from error
+                raise NoAnswerError(f"{repository}: a release lacks an expected field: {error}") from error
             found += on_page
             if on_page and max(each.published for each in on_page) < day:
                 break
@@ -198,5 +198,5 @@ def _release(data: Mapping[str, Any]) -> PublishedRelease:
     try:
         trial = Version(version_of(tag)).is_prerelease
     except InvalidVersion:
-        trial = False  # then what the host says decides
+        trial = False  # then the host's flag decides
     return PublishedRelease(tag, published, trial or data["prerelease"] is True)

@@ -1,4 +1,4 @@
-"""The order of questions to a host: one thread after the other, and an end when the host is to be left alone."""
+"""The order of requests to a host: one thread after the other, with a stop when the host is exhausted or at fault."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megacpp_overlays.upkeep.sweep.host_errors import (
 from megacpp_overlays.upkeep.sweep.threads import Key
 
 _PATIENCE = 3
-"""How many threads in a row may get no whole answer; if one more gets none, the rest is left for another day."""
+"""Number of threads in a row that may get no complete answer; after one more, the rest is left for another day."""
 
 
 def one_by_one(
     keys: Sequence[Key], act: Callable[[Key], None], failures: dict[Key, str], before: HostError | None = None
 ) -> HostError | None:
-    """Act on each thread; keep why one failed, and return why the rest was not tried.
+    """Act on each thread, record the reason of each failure, and return the error that stopped the round, or None.
 
     Args:
         keys: the threads, in order.
-        act: asks about one.
-        failures: why a thread got no answer; changed in place.
-        before: why an earlier round ended; where that was the host's budget or the network, nothing is tried.
+        act: asks the host about one thread.
+        failures: the reasons why threads got no answer; changed in place.
+        before: the error that stopped an earlier round; after a spent budget or an unreachable host, no thread is tried.
 
     Raises:
-        RefusedError: the host does not take the token.
+        TokenRefusedError: the host does not accept the token.
     """
     left = list(keys)
     stop: HostError | None = before if isinstance(before, (RateLimitError, UnreachableError)) else None
@@ -49,7 +49,7 @@ def one_by_one(
             failures[key] = str(error)
             in_a_row = [*in_a_row, key] if isinstance(error, NoAnswerError) else []
             if len(in_a_row) == _PATIENCE and left:
-                # Those that never get an answer are always the first; the last one says whether the host is at fault.
+                # Threads that never get an answer come first. A thread from the end shows whether the host is at fault.
                 left.insert(0, left.pop(_elsewhere(left, in_a_row)))
             elif len(in_a_row) > _PATIENCE:
                 stop = NoAnswerError(f"{len(in_a_row)} threads in a row got no whole answer, the last: {error}")
@@ -58,7 +58,7 @@ def one_by_one(
 
 
 def _elsewhere(keys: Sequence[Key], failed: Sequence[Key]) -> int:
-    """Return the place of the last thread of a repository in which none failed, or else of the last thread."""
+    """Return the index of the last thread of a repository without failures, else of the last thread."""
     repositories = {repository for repository, _ in failed}
     others = [place for place, (repository, _) in enumerate(keys) if repository not in repositories]
     return others[-1] if others else len(keys) - 1

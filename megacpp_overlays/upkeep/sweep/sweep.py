@@ -1,6 +1,6 @@
-"""A look at every linked upstream thread: what happened since the last one, and who may retire because of it.
+"""A sweep over every linked upstream thread: the news since the last sweep, and the overlays that may retire because of it.
 
-Landing is no proof: a merge may repair another shape, or half of one. It says where to look; the probe decides.
+Landing is no proof, because a merge may repair another shape, or half of one. It shows where to look; the probe decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def landed(before: Answer | None, after: Answer) -> bool:
-    """Return whether a repair may have arrived: merged, in a first release, or an issue closed as completed."""
+    """Return whether a repair may have landed: a pull request merged or first released, or an issue closed as completed."""
     was = before.state if before else None
     merged = after.state == MERGED and was != MERGED
     released = after.released_in is not None and (before is None or before.released_in != after.released_in)
@@ -30,7 +30,7 @@ def landed(before: Answer | None, after: Answer) -> bool:
 
 
 def news(before: Answer | None, after: Answer) -> str | None:
-    """Say in words what happened to a thread between two answers; None where nothing did."""
+    """Return the changes of a thread between two answers, in words; None where nothing changed."""
     happened = []
     was = before.state if before else None
     if after.state != was:
@@ -50,7 +50,7 @@ def news(before: Answer | None, after: Answer) -> str | None:
 
 
 def as_of(answer: Answer, day: date) -> Answer | None:
-    """Return what would have been answered just before a day; None where the thread was not there yet."""
+    """Return the answer that was right just before a day; None where the thread did not exist yet."""
     if answer.created is not None and answer.created >= day:
         return None
     ended = answer.merged or answer.closed
@@ -68,64 +68,64 @@ class SweptThread:
 
     waiting: WatchedThread
     before: Answer | None
-    """What was known before, or on the day that was asked for."""
+    """The saved answer, or the answer as of the requested day."""
     now: Answer | None
-    """What is known now; None where nobody has ever looked."""
+    """The newest answer; None where the thread was never looked up."""
     failure: str | None
-    """Why the host gave no answer this time."""
+    """The reason why the host gave no answer this time."""
 
     @property
     def news(self) -> str | None:
-        """What happened since, in words."""
+        """The changes since, in words."""
         return news(self.before, self.now) if self.now else None
 
     @property
     def landed(self) -> bool:
-        """Whether a repair may have arrived since."""
+        """Whether a repair may have landed since."""
         return self.now is not None and landed(self.before, self.now)
 
     def contradictions(self) -> list[tuple[ThreadMention, str]]:
-        """Return every place that tells of the thread, and what is not as declared; none where nothing is."""
+        """Return every declaration of the thread with its contradiction to the host's answer; empty without a contradiction."""
         wrong = self.now.contradiction() if self.now else None
         return [(each, wrong) for each in self.waiting.declared] if wrong else []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """What one sweep saw."""
+    """The result of one sweep."""
 
     threads: tuple[SweptThread, ...]
     day: date
     online: bool
-    """Whether the host answered at all."""
+    """Whether the host was asked."""
     stopped: str | None
-    """Why it ended before the last thread."""
+    """The reason why the sweep ended before the last thread."""
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing to do: nothing landed, nothing is declared wrongly, every thread has an answer."""
+        """Whether there is nothing to do: no thread landed, no declaration is wrong, every thread has an answer."""
         return not self.stopped and not any(
             each.landed or each.contradictions() or each.failure or each.now is None for each in self.threads
         )
 
     def older_than(self, days: int) -> list[WatchedThread]:
-        """Return the threads of which nobody has asked for longer than this, the oldest first; what is final is never old."""
+        """Return the threads whose answers are older than this many days, oldest first, without threads in a final state."""
         ages = [(each.now.checked, each.waiting) for each in self.threads if each.now and not each.now.final]
         return [each for checked, each in sorted(ages, key=lambda pair: pair[0]) if (self.day - checked).days > days]
 
     def answers(self, saved: Mapping[Key, Answer]) -> list[Answer]:
-        """Return what is to be saved: the new answers, and the old ones of all other threads."""
+        """Return the answers to save: the new ones, and the saved ones of all other threads."""
         return list({**saved, **{each.waiting.key: each.now for each in self.threads if each.now}}.values())
 
 
 def from_saved(waiting: Sequence[WatchedThread], saved: Mapping[Key, Answer], today: date, since: date | None) -> Sweep:
-    """Return a sweep that asks nobody.
+    """Return a sweep over saved answers, without a request to the host.
 
     Args:
         waiting: the threads.
-        saved: what is known of them.
+        saved: the saved answers.
         today: the day of the sweep, UTC.
-        since: tell what happened on this day and later; None is since the saved answers, so nothing.
+        since: report the changes on this day and later; None reports changes since the saved answers, which are none.
     """
     return _swept(waiting, saved, {}, {}, today, since, online=False, stopped=None)
 
@@ -139,14 +139,13 @@ def from_host(
 ) -> Sweep:
     """Ask the host about every thread that can still change, one after the other.
 
-    Releases that an earlier sweep did not get to come first, then states, then the releases of what those say is
-    merged. The thread that was not asked about for longest is the first of its kind, and one that the host answered
-    today is not asked for again. So where the budget of requests ends early, the next sweep goes on from there if the
-    answers were saved.
+    Releases that an earlier sweep did not reach come first, then states, then the releases of newly merged threads.
+    Within each group the thread with the oldest answer comes first. A thread that the host answered today is not asked
+    for again. So if the budget of requests ends early and the answers are saved, the next sweep continues from there.
 
     Raises:
-        RefusedError: the host does not take the token.
-        UnreachableError: there is no way to the host, and nothing was learned.
+        TokenRefusedError: the host does not accept the token.
+        UnreachableError: the host cannot be reached, and no thread got an answer.
     """
     found: dict[Key, Answer] = {}
     failures: dict[Key, str] = {}
@@ -181,7 +180,7 @@ def _settled(known: Answer | None, today: date) -> bool:
 
 
 def _owed(known: Answer | None) -> bool:
-    """Return whether the host said that a thread is merged, and its releases were not looked at since."""
+    """Return whether a thread is merged by the host's answer, and its releases were not searched since."""
     if known is None or known.source != API or known.state != MERGED or known.final:
         return False
     return known.releases_checked is None or known.releases_checked < known.checked

@@ -1,4 +1,4 @@
-"""The report of a sweep: to people as lines, to machines as plain data."""
+"""The report of a sweep, as lines for people and as plain data for machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def released(self) -> bool:
-        """Whether any of what landed is in a release."""
+        """Whether any landed thread is in a release."""
         return any(each.now is not None and each.now.released_in for each in self.landed)
 
     def steps(self) -> list[str]:

@@ -1,11 +1,11 @@
-"""`packs/threads.json`: what is known of each upstream issue and pull request that the lane waits on.
+"""`packs/threads.json`: the saved answers about each upstream issue and pull request that the lane waits on.
 
-It is what a sweep without a network answers from. An answer says where it is from: `api` is the host's own answer, and
+A sweep without a network uses these answers. Each answer names its source: `api` is the host's own answer, and
 `stored copy` is an older copy of the thread or of the repository's history, with the date of that copy. No title and no
 text of a thread is kept.
 
-Beside each answer stands what the lane's own texts say, as one word of a closed list that a person chose: a sweep
-compares that with the host and never changes it. What declarations write in their own words is for people, and no
+Each answer also has the state that the lane's own texts declare, as one word of a closed list that a person chose. A sweep
+compares this word with the host's answer and never changes it. The free text of declarations is for people only; no
 program reads it.
 """
 
@@ -36,7 +36,7 @@ Key: TypeAlias = "tuple[str, int]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The state of one thread on one day. What is not known is None. Days are UTC."""
+    """The state of one thread on one day. Unknown fields are None. Days are UTC."""
 
     repository: str
     number: int
@@ -45,15 +45,15 @@ class Answer:
     state: str | None
     """`open`, `draft`, `closed` or `merged`."""
     reason: str | None
-    """Why an issue was closed, as the host says it: `completed`, `not_planned`, `duplicate`."""
+    """The host's reason for closing an issue: `completed`, `not_planned`, `duplicate`."""
     created: date | None
     closed: date | None
     merged: date | None
     merge_commit: str | None
     base: str | None
-    """The branch that it was merged to or asks to be merged to."""
+    """The branch that the pull request was or is to be merged to."""
     released_in: str | None
-    """Tag of the first release that contains the merge commit. A cherry-pick has another commit, and is not seen."""
+    """Tag of the first release that contains the merge commit. A cherry-pick has another commit and is not found."""
     released: date | None
     """Day of that release."""
     prerelease: str | None
@@ -61,27 +61,27 @@ class Answer:
     releases_checked: date | None
     """Day on which the releases were searched for the merge commit."""
     moved_to: str | None
-    """`owner/name#number` where the host has it now, if that is somewhere else."""
+    """The present `owner/name#number` of the thread on the host, if it moved."""
     checked: date
-    """Day of the look, or of the stored copy."""
+    """Day of the host's answer, or of the stored copy."""
     source: str
     """`api` or `stored copy`."""
     declared: str | None
-    """What declarations say, as a person read them: `open`, `draft`, `closed`, `merged`, or `released` for a merge that
-    is in a release. None where they say nothing that could be wrong."""
+    """The state in the declarations, as a person read them: `open`, `draft`, `closed`, `merged`, or `released` for a merge that
+    is in a release. None where the declarations claim no state."""
 
     @property
     def key(self) -> Key:
-        """What identifies the thread."""
+        """The identity of the thread."""
         return self.repository, self.number
 
     @property
     def final(self) -> bool:
-        """Whether nothing can change any more: the host itself said that it is merged, and it is in a release."""
+        """Whether the state can no longer change: by the host's own answer it is merged, and it is in a release."""
         return self.source == API and self.state == MERGED and self.released_in is not None
 
     def contradiction(self) -> str | None:
-        """Say what is not as it was declared, or None."""
+        """Return how the state contradicts its declaration, in words; None without a contradiction."""
         standing = RELEASED if self.released_in else self.state
         if self.declared in {None, standing} or standing is None or (self.declared, standing) == (OPEN, DRAFT):
             return None
@@ -93,7 +93,7 @@ class Answer:
         return f"is {self.sentence()}"
 
     def sentence(self) -> str:
-        """Say the state in one line: `merged 2026-07-30 to main, in v0.8.2 (2026-08-18)`."""
+        """Return the state in one line: `merged 2026-07-30 to main, in v0.8.2 (2026-08-18)`."""
         if self.state is None:
             return "unknown"
         day = {MERGED: self.merged, CLOSED: self.closed}.get(self.state)
@@ -114,10 +114,10 @@ class Answer:
 
 
 def read(folder: Path) -> Mapping[Key, Answer]:
-    """Return the saved answers of a folder of packs; none where nothing is saved yet.
+    """Return the saved answers of a folder of packs; empty where the file does not exist.
 
     Raises:
-        UpkeepError: the file cannot be read, is no JSON, does not fit its schema, or answers for a thread twice.
+        UpkeepError: the file cannot be read, is no JSON, does not fit its schema, or has two answers for a thread.
     """
     path = folder / NAME
     try:
@@ -143,7 +143,7 @@ def read(folder: Path) -> Mapping[Key, Answer]:
 
 
 def write(folder: Path, answers: Iterable[Answer]) -> None:
-    """Write the saved answers, by repository and number, in one step.
+    """Write the saved answers atomically, sorted by repository and number.
 
     Raises:
         UpkeepError: the file cannot be written.
@@ -160,7 +160,7 @@ _DAYS = frozenset({"created", "closed", "merged", "released", "releases_checked"
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain data, as it is in the file."""
+    """Return an answer as plain data, in the form of the file."""
     return {name: value.isoformat() if isinstance(value, date) else value for name, value in asdict(answer).items()}
 
 

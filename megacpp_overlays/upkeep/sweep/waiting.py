@@ -1,4 +1,4 @@
-"""The upstream threads that overlays and packs wait on, and where each is declared."""
+"""The upstream threads that overlays and packs wait on, with the place of each declaration."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from megacpp_overlays.upkeep.sweep.threads import Key
 
 @dataclass(frozen=True, slots=True)
 class ThreadMention:
-    """What one declaration says of a thread, and where it says so."""
+    """The state of a thread in one declaration, and the place of the declaration."""
 
     state: str
-    """In its own words."""
+    """The state in the declaration's own words."""
     where: str
-    """`overlays/x.py`, or `packs/NN-slug/pack.toml`."""
+    """The file of the declaration: `overlays/x.py`, or `packs/NN-slug/pack.toml`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedThread:
-    """One thread with all that wait on it."""
+    """One thread with all overlays and packs that wait on it."""
 
     key: Key
     overlays: tuple[Erratum, ...]
-    """The first part of each."""
+    """The first part of each overlay."""
     packs: tuple[Pack, ...]
-    """Packs that name it and have no overlay that does."""
+    """Packs that name the thread and have no overlay that names it."""
     declared: tuple[ThreadMention, ...]
 
     def __str__(self) -> str:
         return f"{self.key[0]}#{self.key[1]}"
 
     def waiters(self) -> str:
-        """Name the overlays and packs in one line."""
+        """Return the names of the overlays and packs in one line."""
         return ", ".join([*(each.id for each in self.overlays), *(f"pack {each.number:02}" for each in self.packs)])
 
 
@@ -47,7 +47,7 @@ def listed(overlays: Sequence[Erratum], folder: Path) -> tuple[WatchedThread, ..
     """Return every thread that an overlay or the `pack.toml` of a pack names, by repository and number.
 
     Raises:
-        PackError: a `pack.toml` is not what it should be.
+        PackError: a `pack.toml` is invalid.
     """
     first = {overlay.id: overlay for overlay in reversed(overlays)}
     by_overlay: dict[Key, dict[str, Erratum]] = {}

@@ -1,4 +1,4 @@
-"""Facts of an overlay for an upgrade: what was learned of it, and what its cases show of that."""
+"""Facts of an overlay for an upgrade: findings, decisions and results of its cases, and the verdicts that the cases prove."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ _PROOF = {
     Verdict.BROKEN: frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED}),
     Verdict.FIXED: frozenset({Sentinel.BUG_NOT_PRESENT}),
 }
-"""What a case must say to show a verdict; it can show no other."""
+"""The sentinels that a case must report to prove a verdict; other verdicts cannot be proved."""
 BROKEN = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
-"""Verdicts on code that is there, and that nothing shows to be right."""
+"""Verdicts on code that is present and not known to be right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was learned of one overlay."""
+    """The facts of one overlay."""
 
     pack: int
     """Number of its pack."""
     locks: tuple[str, str]
-    """Paths of the locks `from` and `to`, for whoever reads what to do next."""
+    """Paths of the locks `from` and `to`, for the text of the next steps."""
     before: ProbeReport
     after: ProbeReport
     decided: tuple[PartDecision, ...] | str
-    """What the loader decided on `to`, or why that is not known. It matters where the target is BROKEN."""
+    """The loader's decisions on `to`, or the reason why they are not known. They matter where the target is BROKEN."""
     ran: tuple[CaseResult, ...] | str
-    """What its cases said on `to`, or why none was run."""
+    """The results of its cases on `to`, or the reason why none ran."""
     kept: tuple[KeptReceipt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseEvidence:
-    """What is known of one case on `to`."""
+    """The evidence of one case on `to`."""
 
     case: str
     said: tuple[Conclusion, ...]
     receipt: str | None
-    """The log that says so; None where it was run here."""
+    """The log of the receipt; None where the case ran here."""
     targets: tuple[str, ...]
-    """Modules of the parts that it is about; empty means every part."""
+    """Modules of the parts that the case concerns; empty means every part."""
 
     @property
     def sentinels(self) -> frozenset[Sentinel]:
-        """What was said, without the reasons."""
+        """The sentinels of the conclusions, without the reasons."""
         return frozenset(each.sentinel for each in self.said)
 
     @property
@@ -61,7 +61,7 @@ class CaseEvidence:
 
 
 def shown(facts: Facts) -> tuple[CaseEvidence, ...]:
-    """Return what is known of each case: what it said here, or what the newest receipt says where it is BLOCKED."""
+    """Return the evidence of each case: its result here, or the newest receipt where it is BLOCKED here."""
     found = []
     log: str | None
     for result in facts.ran if not isinstance(facts.ran, str) else ():
@@ -77,7 +77,7 @@ def shown(facts: Facts) -> tuple[CaseEvidence, ...]:
 
 
 def proof(verdict: Verdict, cases: Iterable[CaseEvidence], *, gate: bool = False) -> tuple[CaseEvidence, ...]:
-    """Return the cases that show that a verdict is true of the parts that they are about; a gate shows no fix."""
+    """Return the cases that prove a verdict on the parts that they concern; the cases of a gate need to show no fix."""
     needed = _PROOF.get(verdict, frozenset()) - ({Sentinel.FIX_VALIDATED} if gate else set())
     return tuple(each for each in cases if needed and each.sentinels >= needed)
 
@@ -88,7 +88,7 @@ def verdicts(report: ProbeReport) -> Mapping[str, Verdict]:
 
 
 def gone(before: ProbeReport, after: ProbeReport) -> list[ProbedPart]:
-    """Return the parts that were broken, or not recognised, and are gone from a distribution that is still there."""
+    """Return the parts that were broken or not recognised, and are now absent although their distribution is installed."""
     was = verdicts(before)
     lost = (part for part in after.parts if part.verdict is Verdict.ABSENT and part.version is not None)
     return [part for part in lost if was.get(part.target) in BROKEN]

@@ -1,6 +1,6 @@
 """The outcome of an upgrade for each carried fix: keep, conflict or retire.
 
-    verdict on `to`              what is shown there                            outcome
+    verdict on `to`              evidence on `to`                               outcome
     BROKEN, all shapes seamed    the seams install; a case shows the bug        keep
                                  without the overlay and the fix with it;
                                  of a gate, that it says so and a case shows it
@@ -10,11 +10,11 @@
     ABSENT                       it was FIXED on `from`                         retire
     anything else                                                               conflict
 
-A verdict alone is never enough: what counts is a case that was run on `to`, or the receipt of such a run elsewhere for
-a case that this host cannot run. Each part with the verdict of the overlay needs one, because a case may be about some
-parts only. A target that is gone where it was broken before is a conflict, whatever became of the other parts: code
-that was moved takes its defect with it, and no reproducer finds it there. It is none where a part that was absent is
-there now, and shown: that is the new place.
+A verdict alone is never enough. The evidence is a case that was run on `to`, or the receipt of such a run elsewhere for
+a case that this host cannot run. Each part with the verdict of the overlay needs evidence, because a case may concern only
+some parts. A target that was broken and is gone is a conflict, regardless of the other parts: moved code keeps its defect,
+and no reproducer finds it in the new place. It is no conflict where a part that was absent is present now and a case proves
+its verdict, because that part is the new place.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OFFERED = frozenset({Decision.ACTIVE, Decision.DISABLED})
 
 
 class UpgradeOutcome(enum.Enum):
-    """What an upgrade does to a fix."""
+    """The outcome of an upgrade for a fix."""
 
     KEEP = "keep"
     WITNESS = "witness"
-    """Of a preview alone: a reproducer has to decide."""
+    """In previews only: a reproducer has to decide."""
     CONFLICT = "conflict"
     RETIRE = "retire"
     ABSENT = "absent"
@@ -50,7 +50,7 @@ class Ruling:
     outcome: UpgradeOutcome
     reason: str
     to_do: str
-    """What to do next; empty where there is nothing to do."""
+    """The next step; empty where there is nothing to do."""
 
 
 def judge(facts: Facts) -> Ruling:
@@ -68,7 +68,7 @@ def judge(facts: Facts) -> Ruling:
 
 
 def _problem(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
-    """Return the conflict that no verdict can talk away, or None."""
+    """Return the conflict that holds regardless of the overlay's verdict, or None."""
     after = facts.after
     if unknown := [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]:
         seen = "; ".join(f"{part.module}: {part.evidence}" for part in unknown)
@@ -88,7 +88,7 @@ def _problem(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
     decided = facts.decided if isinstance(facts.decided, tuple) else ()
     if refused := [each for each in decided if each.decision is Decision.CONFLICT]:
         why = "; ".join(f"{each.target}: {each.reason}" for each in refused)
-        return _conflict(f"the loader refuses it: {why}", "repair the overlay, or what its target needs to load")
+        return _conflict(f"the loader refuses it: {why}", "repair the overlay, or the dependencies of its target")
     return None
 
 
@@ -106,7 +106,7 @@ def _judge_absent(facts: Facts) -> Ruling:
 
 
 def _partly_gone(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
-    """Return the conflict about broken parts that are gone while others are there, or None."""
+    """Return the conflict about broken parts that are gone while other parts are present, or None."""
     before = verdicts(facts.before)
     moved = any(
         before.get(part.target, Verdict.ABSENT) is Verdict.ABSENT
@@ -134,7 +134,7 @@ def _gone(reason: str) -> Ruling:
 def _judge_fixed(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling:
     if problem := _not_shown(facts, cases):
         return problem
-    since = {Verdict.FIXED: ", as before the upgrade", Verdict.ABSENT: "; what it is about is new and right"}
+    since = {Verdict.FIXED: ", as before the upgrade", Verdict.ABSENT: "; its target is new and right"}
     reason = f"upstream passes the reproducer without the overlay{since.get(facts.before.verdict, '')}"
     return _retire(facts.after, facts.locks[1], reason)
 
@@ -162,7 +162,7 @@ def _judge_broken(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling:
 
 
 def _inactive(after: ProbeReport, decided: Sequence[PartDecision]) -> str:
-    """Return which broken target has no seams after its import, and why, or an empty text."""
+    """Return the broken targets without seams after their import, with the reasons, or an empty text."""
     found = {each.target: each for each in decided}
     wanting = []
     for part in after.parts:
@@ -177,7 +177,7 @@ def _inactive(after: ProbeReport, decided: Sequence[PartDecision]) -> str:
 
 
 def _not_shown(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
-    """Return that the behaviour is not what the probes say, or that nothing shows it of some part, or None."""
+    """Return a conflict where a case contradicts the probes or some part has no proof, or None."""
     after = facts.after
     disagreeing = []
     for each in cases:
@@ -192,7 +192,7 @@ def _not_shown(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
 
 
 def _unproven(facts: Facts, modules: Sequence[str], cases: Sequence[CaseEvidence]) -> Ruling:
-    """Return that nothing shows whether the verdict is true of some parts."""
+    """Return the conflict that no case proves the verdict on some parts."""
     about = [each for each in cases if any(part.module in modules for part in facts.after.within(each).parts)]
     said = "; ".join(f"{each.case}: {each.reasons}" for each in about)
     why = facts.ran if isinstance(facts.ran, str) else said

@@ -1,11 +1,11 @@
-"""Preview of an upgrade: what contracts and kept records say of each overlay, without running a reproducer.
+"""Preview of an upgrade: the expected outcome of each overlay from probes and kept records, without running a reproducer.
 
-    expected    what the probes say of `to`
+    expected    verdict of the probes on `to`
     keep        BROKEN, in a shape that the overlay has seams for
     witness     a part is not recognised, and a reproducer can decide: `megacpp-overlays witness` has to run there
     conflict    a part is not recognised, and its seams cannot be placed; BROKEN without a seam; gone where it was broken
     retire      FIXED, or gone after it was FIXED
-    absent      there is nothing on either side, or the distribution is not pinned any more
+    absent      absent on both sides, or the distribution is not pinned any more
 
 It takes seconds and proves nothing; `triage` without `--quick` runs the reproducers.
 """
@@ -25,7 +25,7 @@ from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlayPreview:
-    """One overlay on both sides of an upgrade, and what is expected of it."""
+    """One overlay on both sides of an upgrade, with its expected outcome."""
 
     overlay: Erratum
     """The first of its parts."""
@@ -39,8 +39,8 @@ def preview(before: Environment, after: Environment, overlays: Sequence[Erratum]
     """Preview an upgrade for overlays.
 
     Args:
-        before: where the upgrade starts.
-        after: where it leads to.
+        before: the environment before the upgrade.
+        after: the environment after the upgrade.
         overlays: the declarations, in parts.
 
     Raises:
@@ -58,7 +58,7 @@ def preview(before: Environment, after: Environment, overlays: Sequence[Erratum]
 
 
 def expect(before: ProbeReport, after: ProbeReport) -> tuple[UpgradeOutcome, str]:
-    """Return what is expected of an overlay, and why."""
+    """Return the expected outcome of an overlay, and the reason."""
     unknown = [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]
     if unproved := [part for part in unknown if part.can_be_proved]:
         return UpgradeOutcome.WITNESS, f"not recognised: {_modules(unproved)}"
@@ -80,7 +80,7 @@ def expect(before: ProbeReport, after: ProbeReport) -> tuple[UpgradeOutcome, str
 
 
 def _gone(before: ProbeReport, after: ProbeReport) -> list[ProbedPart]:
-    """Return the broken parts that are gone, unless a new part is broken: the code was moved, and is recognised there."""
+    """Return the broken parts that are gone; none if a new part is broken, because the code was moved to that part."""
     was = verdicts(before)
     new = (part for part in after.parts if was.get(part.target, Verdict.ABSENT) is Verdict.ABSENT)
     return [] if any(part.verdict in BROKEN for part in new) else gone(before, after)

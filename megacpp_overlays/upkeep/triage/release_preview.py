@@ -1,6 +1,6 @@
-"""Preview of a move to other releases: what the kept matrix says of the installed one and of the one to move to.
+"""Preview of a move to other releases, from the kept matrix's rows of the installed release and of the new one.
 
-It needs no lock, no environment and no file of the new release, and takes a second; releases that the matrix does not know are refused.
+It needs no lock, no environment and no file of the new release, and takes a second. Releases that are not in the matrix are refused.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def is_release(text: str) -> bool:
 
 
 def moves(releases: Sequence[str], overlays: Sequence[Erratum]) -> tuple[VersionChange, ...]:
-    """Return what changes from what is installed here to some releases.
+    """Return the version changes from the installed distributions to some releases.
 
     Args:
         releases: each `NAME==VERSION`.
         overlays: the declarations, in parts.
 
     Raises:
-        UpkeepError: one is no release, of no target, not installed here or what is installed here; the text names it.
+        UpkeepError: an argument is no release, of no target, not installed here, or the installed version; the message names it.
     """
     targets = {canonicalize_name(each.target.distribution) for each in overlays}
     found: list[VersionChange] = []
@@ -60,21 +60,21 @@ def moves(releases: Sequence[str], overlays: Sequence[Erratum]) -> tuple[Version
         except metadata.PackageNotFoundError:
             raise UpkeepError(f"{text}: {name} is not installed here, so there is nothing to move from") from None
         if same_version(here, version):
-            raise UpkeepError(f"{text}: that is what is installed here, so nothing changes")
+            raise UpkeepError(f"{text}: this version is installed here already, so nothing changes")
         found.append(VersionChange(distribution=name, before=here, after=version, is_target=True))
     return tuple(found)
 
 
 def preview(packs: Path, changes: Sequence[VersionChange], overlays: Sequence[Erratum]) -> tuple[OverlayPreview, ...]:
-    """Preview the overlays of what changes, those first that need a person.
+    """Preview the overlays of the changed distributions; overlays that need a person come first.
 
     Args:
         packs: the folder of `matrix.json`.
         changes: as `moves` returns them.
-        overlays: the declarations, in parts; others than these are left out.
+        overlays: the declarations, in parts; overlays that are not among them are left out.
 
     Raises:
-        UpkeepError: the matrix cannot be read, or does not know a release.
+        UpkeepError: the matrix cannot be read, or has no row of a release.
     """
     tables = {each.distribution: each for each in matrix_file.read(packs)}
     found: list[OverlayPreview] = []
@@ -90,7 +90,7 @@ def preview(packs: Path, changes: Sequence[VersionChange], overlays: Sequence[Er
             overlay = next(iter(parts.values()))
             if expected is UpgradeOutcome.KEEP and here.verdict is not Verdict.BROKEN:
                 reason = f"{reason}: {overlay.breaks}"
-            elif there.verdict is Verdict.ABSENT:  # which is known of that release: no seam has lost its place
+            elif there.verdict is Verdict.ABSENT:  # known for that release, so it does not mean that code was moved
                 expected, reason = UpgradeOutcome.ABSENT, there.evidence
             found.append(OverlayPreview(overlay=overlay, before=here, after=there, expected=expected, reason=reason))
     return tuple(sorted(found, key=lambda each: _ORDER.index(each.expected)))
@@ -122,7 +122,7 @@ def _row(table: Table | None, distribution: str, version: str) -> Row:
 
 
 def _report(parts: Mapping[str, Erratum], row: Row, distribution: str) -> ProbeReport:
-    """Return what the matrix says of an overlay in a release, as the report of an environment."""
+    """Return the matrix's findings about an overlay in a release, in the form of a report of an environment."""
     overlay = next(iter(parts.values()))
     probed = []
     for each in row.cells[overlay.id].parts:

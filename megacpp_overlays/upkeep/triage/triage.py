@@ -23,20 +23,20 @@ from megacpp_overlays.upkeep.triage.outcomes import Ruling, judge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionChange:
-    """A distribution that is not the same in both locks."""
+    """A distribution whose version differs between the locks."""
 
     distribution: str
     before: str | None
-    """None where it was added."""
+    """The version before; None where the distribution was added."""
     after: str | None
-    """None where it was removed."""
+    """The version after; None where the distribution was removed."""
     is_target: bool
-    """Whether an overlay is about it."""
+    """Whether the distribution is the target of an overlay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OverlayTriage:
-    """One overlay, with everything a reader needs to check the outcome."""
+    """The outcome of one overlay, with all facts that it was judged by."""
 
     overlay: Erratum
     """The first of its parts."""
@@ -46,13 +46,13 @@ class OverlayTriage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How to run reproducers."""
+    """Options of running reproducers."""
 
     packs: Path
     timeout: float = evidence.TIMEOUT
     """Seconds for one process; a case has two."""
     progress: Callable[[str], object] = lambda line: None
-    """Gets a line for each step."""
+    """Receives a line for each step."""
 
 
 def changes(before: Lock, after: Lock, overlays: Collection[Erratum]) -> tuple[VersionChange, ...]:
@@ -78,10 +78,10 @@ def triage(
     """Triage overlays for an upgrade; this takes minutes, because their reproducers run.
 
     Args:
-        before: where the upgrade starts; it is only probed.
-        after: where it leads to; it is probed, every target is imported where one is broken, and the reproducers run.
+        before: the environment before the upgrade; it is only probed.
+        after: the environment after the upgrade; it is probed, every target is imported if one is broken, and the reproducers run.
         overlays: the declarations, in parts.
-        how: how to run reproducers.
+        how: the options of the reproducers.
 
     Raises:
         UpkeepError: this package does not run in one of the environments, or knows other overlays there.
@@ -109,11 +109,11 @@ def _probe(environment: Environment, ids: Collection[str], how: RunOptions) -> M
 def _with_witnesses(
     environment: Environment, probed: Mapping[str, ProbeReport], ids: Collection[str], how: RunOptions
 ) -> Mapping[str, ProbeReport]:
-    """Run the reproducers of overlays that look repaired; return the reports probed anew, with reasons where they prove nothing."""
+    """Run the reproducers of overlays that look repaired, and return new reports with the reasons of failed proofs."""
     looking = [id for id in ids if any(part.looks_repaired for part in probed[id].parts)]
     if not looking:
         return probed
-    how.progress(f"{environment.lock.path}: proving what looks repaired: {', '.join(looking)}")
+    how.progress(f"{environment.lock.path}: proving parts that look repaired: {', '.join(looking)}")
     unproved = evidence.witness(environment, how.packs, looking, how.timeout)
     found = _probe(environment, ids, how)
     return {id: report.with_reasons(unproved) for id, report in found.items()}

@@ -1,4 +1,4 @@
-"""A triage as a table for people and as plain data."""
+"""The report of a triage, as a table for people and as plain data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megacpp_overlays.upkeep.triage.triage import OverlayTriage, VersionChange
 SCHEMA = 1
 _WIDTH = 120
 _MOST = 200
-"""Characters of what a case measured; JSON has all of it."""
+"""Maximum number of characters of a case's measurement in the table; JSON has the full text."""
 _COLUMNS = ("overlay", "pack", "target", "from", "to", "outcome")
 _CHANGES = ("distribution", "from", "to", "")
 
 
 def heading(before: Lock, after: Lock, changes: Sequence[VersionChange]) -> str:
-    """Return what the upgrade is: both locks, and the distributions in which they differ."""
+    """Return the heading of an upgrade: both locks, and the distributions in which they differ."""
     return _heading(f"from {_lock(before)} to {_lock(after)}", changes)
 
 
 def heading_of_releases(changes: Sequence[VersionChange]) -> str:
-    """Return what a move to releases is: from what is installed here."""
+    """Return the heading of a move from the installed distributions to other releases."""
     return _heading("from what is installed here to other releases", changes)
 
 
@@ -41,7 +41,7 @@ def _heading(first: str, changes: Sequence[VersionChange]) -> str:
 
 
 def table(triaged: Sequence[OverlayTriage], *, brief: bool = False) -> str:
-    """Return a row for each overlay, and a line that sums them up; without the evidence where it is to be brief."""
+    """Return a row for each overlay and a line of totals; `brief` omits the evidence."""
     outcomes = [(each.overlay, each.facts.before, each.facts.after, each.ruling.outcome.value) for each in triaged]
     head, rule, *rows = aligned(_COLUMNS, [_row(*each) for each in outcomes])
     lines = [head, rule]
@@ -51,13 +51,13 @@ def table(triaged: Sequence[OverlayTriage], *, brief: bool = False) -> str:
 
 
 def preview_table(previewed: Sequence[OverlayPreview]) -> str:
-    """Return a row for each overlay that there is something about, and lines that say what to do next."""
+    """Return a row for each overlay that is not expected to be absent, and lines with the next steps."""
     shown_here = [each for each in previewed if each.expected is not UpgradeOutcome.ABSENT]
     return "\n".join([*_previews(shown_here), "", *_counted(previewed, "No reproducer ran; without --quick they do.")])
 
 
 def move_table(previewed: Sequence[OverlayPreview]) -> str:
-    """Return a row for each overlay for which a move to releases changes something, and lines for the others and what to do next."""
+    """Return a row for each overlay that a move to releases affects, and lines for the other overlays and the next steps."""
     same = [each for each in previewed if each.expected is UpgradeOutcome.KEEP and not _is_news(each)]
     gone = [
         each for each in previewed if each.expected is UpgradeOutcome.ABSENT and each.before.verdict is Verdict.BROKEN
@@ -71,7 +71,7 @@ def move_table(previewed: Sequence[OverlayPreview]) -> str:
 
 
 def _previews(previewed: Sequence[OverlayPreview]) -> list[str]:
-    """Return a row for each overlay, with a reason where it is news."""
+    """Return a row for each overlay, with the reason for those in `_is_news`."""
     rows = [_row(each.overlay, each.before, each.after, each.expected.value) for each in previewed]
     head, rule, *aligned_rows = aligned((*_COLUMNS[:-1], "expected"), rows)
     lines = [head, rule]
@@ -88,11 +88,11 @@ def _is_news(each: OverlayPreview) -> bool:
 
 
 def _counted(previewed: Sequence[OverlayPreview], rests_on: str) -> list[str]:
-    """Return how many are expected to be what, what that rests on, and what to do next."""
+    """Return the number of overlays by expected outcome with the basis of the expectation, and the next step."""
     count = Counter(each.expected for each in previewed)
     lines = [f"{', '.join(f'{count[each]} {each.value}' for each in UpgradeOutcome if count[each])}. {rests_on}"]
     if count[UpgradeOutcome.WITNESS]:
-        lines.append("`megacpp-overlays witness` in the new environment decides what is not recognised.")
+        lines.append("`megacpp-overlays witness` in the new environment decides the parts that are not recognised.")
     return lines
 
 
@@ -120,7 +120,7 @@ def is_nothing_expected(previewed: Sequence[OverlayPreview]) -> bool:
 
 
 def summary(triaged: Sequence[OverlayTriage]) -> str:
-    """Return one line: how many of each outcome, and what to do next."""
+    """Return one line: the number of overlays by outcome, and the next step."""
     count = Counter(each.ruling.outcome for each in triaged)
     counted = ", ".join(f"{count[outcome]} {outcome.value}" for outcome in UpgradeOutcome if count[outcome])
     if count[UpgradeOutcome.CONFLICT]:
@@ -150,7 +150,7 @@ def _upgrade_as_dict(before: Lock | None, after: Lock | None, changes: Sequence[
 
 
 def is_clean(triaged: Sequence[OverlayTriage]) -> bool:
-    """Return whether nothing is in conflict or past its retirement."""
+    """Return whether no overlay is in conflict or to be retired."""
     return not any(each.ruling.outcome in {UpgradeOutcome.CONFLICT, UpgradeOutcome.RETIRE} for each in triaged)
 
 
@@ -195,7 +195,7 @@ def _wrapped(notes: Sequence[str]) -> list[str]:
 
 
 def _cases(cases: Sequence[CaseEvidence]) -> list[str]:
-    """Return what was run here case by case, and then what was not, by receipt or by reason."""
+    """Return a line for each case that ran here, then lines for the other cases by receipt or by reason."""
     lines = []
     elsewhere: dict[str, list[str]] = {}
     for case in cases:
