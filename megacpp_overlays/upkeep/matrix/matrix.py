@@ -77,7 +77,7 @@ class Row:
     cells: Mapping[str, Cell]
     """Cells by overlay; empty where nothing could be read."""
     problem: str | None = None
-    """Why nothing could be read."""
+    """The reason why nothing could be read; None where the release or tree was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from megacpp_overlays.upkeep.matrix.releases import (
 _TIMEOUT = (10.0, 60.0)
 """Seconds to connect and to wait for bytes."""
 _WRONG_TYPES = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
-"""Exceptions that JSON with values of unexpected types leads to."""
+"""Exceptions that the code raises on JSON values of unexpected types."""
 _KINDS = (".whl", ".tar.gz")
 
 
