@@ -51,8 +51,8 @@ def test_each_code_has_one_meaning() -> None:
 def test_a_command_says_which_codes_it_gives_and_shows_how_it_is_called(name: str) -> None:
     text = COMMANDS.choices[name].format_help()
 
-    examples, _, told = text.partition("examples:")[2].partition("exit codes:")
-    given = re.findall(r"^  (\d+)  ", told, re.MULTILINE)
+    examples, _, codes = text.partition("examples:")[2].partition("exit codes:")
+    given = re.findall(r"^  (\d+)  ", codes, re.MULTILINE)
     assert given == sorted(given, key=int)
     assert {"0", "2"} <= set(given) <= {str(code.value) for code in ExitCode}
     lines = [line for line in examples.splitlines() if line.strip()]

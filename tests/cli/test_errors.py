@@ -22,7 +22,7 @@ LONGEST = 300
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command says that refuses, which is a sentence and a pointer to the help at most."""
+    """Run a command that is refused and return its error: at most a sentence and a pointer to the help."""
     try:
         code = cli.main(words)
     except SystemExit as error:

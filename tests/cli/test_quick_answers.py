@@ -129,7 +129,7 @@ def test_a_quick_audit_refuses_what_needs_an_import(upstream: Upstream, word: st
     assert "--quick places no seam" in done.stderr
 
 
-# --- what an audit says while it imports ----------------------------------------------------------------------
+# --- progress of an audit while it imports --------------------------------------------------------------------
 
 
 def test_an_audit_says_at_once_what_it_imports_and_counts_what_others_say(upstream: Upstream) -> None:

@@ -45,7 +45,7 @@ def side_by_side(
     *words: str | Path, env: dict[str, str], stdin: str = "", cwd: Path | None = None, options: Sequence[str] = ()
 ) -> tuple[Ended, Ended]:
     """Run a plain Python and ours with the same arguments; return how each ended."""
-    env = {**env, "MEGACPP_OVERLAYS_LOG": os.devnull}  # what we say is the one difference that is meant
+    env = {**env, "MEGACPP_OVERLAYS_LOG": os.devnull}  # our log is the one intended difference
     plain = ended(*options, *words, env=env, stdin=stdin, cwd=cwd)
     return plain, ended(*options, *MODULE, *words, env=env, stdin=stdin, cwd=cwd)
 
@@ -221,7 +221,7 @@ def test_signals_reach_the_launcher_which_has_the_process_that_was_started(
 ) -> None:
     launcher = write(upstream, SLEEPS)
     codes = []
-    # In the background of a shell the tests ignore SIGINT, and what they start would, too.
+    # In the background of a shell the tests ignore SIGINT, and their child processes would inherit that.
     heeded = None if number is signal.SIGKILL else functools.partial(signal.signal, number, signal.SIG_DFL)
 
     for words in ((), MODULE):

@@ -1,4 +1,4 @@
-"""Configurations in files of every kind: what each says of the features of a model, and what it leaves open."""
+"""Configuration files of every kind: the features of a model that each decides, and those that it leaves open."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_model_of_a_type_that_is_not_known_is_ruled_nothing_out(answers: Calla
     assert found["no"] == set()
 
 
-# --- what is none of these ---
+# --- files that are no configuration ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Predicates over features: three values, and never a no for what a configuration does not rule out."""
+"""Predicates over features: they have three values, and are never "no" for a feature that a configuration does not rule out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answer(name: str, configuration: Configuration) -> Ternary:
     "declared", [pytest.param(each, id=each.id) for each in {one.id: one for one in DECLARED}.values()]
 )
 def test_each_declaration_says_on_which_features_it_bears(declared: registry.Erratum) -> None:
-    assert declared.concerns, f"{declared.id} does not say what concerns; `every model` is an answer"
+    assert declared.concerns, f"{declared.id} declares no `concerns`; `every model` is an answer"
     assert {*features_of(declared.concerns)} <= BY_NAME.keys()
 
 
@@ -121,7 +121,10 @@ SIGNS = {Vocabulary.CONFIG: "config", Vocabulary.ARGUMENTS: "arguments"}
 @settings(max_examples=20)
 @given(data=st.data())
 def test_what_is_not_known_is_never_ruled_out(vocabulary: Vocabulary, feature: Any, data: st.DataObject) -> None:
-    """A configuration in which the feature is on is no no with keys left out, with values in doubt, or with keys that nobody knows."""
+    """A predicate is not "no" of a partial configuration of a run in which the feature is on.
+
+    Keys may be missing, values in doubt, or keys unknown to every launcher.
+    """
     signs = {sign.key: sign for sign in (*getattr(feature, SIGNS[vocabulary]), *feature.shows)}
     full = {key: data.draw(st.sampled_from(_values(sign)), label=key) for key, sign in signs.items()}
     kept = data.draw(st.sets(st.sampled_from(sorted(signs))) if signs else st.just(set()))
@@ -130,7 +133,7 @@ def test_what_is_not_known_is_never_ruled_out(vocabulary: Vocabulary, feature: A
     partial["a_key_of_tomorrow"] = (data.draw(st.one_of(st.none(), st.booleans(), st.integers(), st.text())),)
 
     whole = of_feature(feature, configured(vocabulary, **full))
-    # What shows a feature that the launcher does not have is not of this run.
+    # A sign in `shows` for a feature that the launcher does not have is not of this run.
     assume(
         not getattr(feature, SIGNS[vocabulary])
         or whole is of_feature(feature._replace(shows=()), configured(vocabulary, **full))

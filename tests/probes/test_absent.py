@@ -1,4 +1,4 @@
-"""Probes say ABSENT of what is not there, and of nothing that a module hands on or that takes too long to read."""
+"""Probes answer ABSENT for missing code, but not for a name that a module re-exports or a text that is too long to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some seventy mutants of what probes read, the same in each run; `make adversary` runs thirty thousand."""
+"""Mutants of the texts that probes read: some seventy, the same in each run. `make adversary` runs thirty thousand."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ OFFLINE = [each for each in registry.load() if each.target.distribution == "lige
 
 @pytest.fixture(scope="module")
 def broken_trees(few: list[Base]) -> list[Base]:
-    """What is installed on: of each part one text."""
+    """One text for each part, on which its seams are installed."""
     found = {each.name: each for each in few if each.seams}
     assert len(found) >= 14
     return list(found.values())
@@ -224,7 +224,7 @@ def test_a_probe_may_leave_a_changed_body_to_upstream_and_no_other(
         source = tree.module(MODULE)
         assert source is not None
         for symbol in (METHOD, other):
-            forms.fingerprint(source.function(symbol))  # where the adversary notes what is taken
+            forms.fingerprint(source.function(symbol))  # the adversary records each function that is fingerprinted
         shape = "both" if source.text == TEXT else "without other"
         return broken(shape, at(source, ast.Pass(), "there is such a class"))
 

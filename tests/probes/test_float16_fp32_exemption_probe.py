@@ -1,4 +1,4 @@
-"""The cast of Float16Module in releases that were read, and in forms that nobody has seen yet."""
+"""The probe of the cast of Float16Module, on releases that are recorded and on made-up forms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONVERSION = '''
 def convert_module_to_dtype_except_fp32_marked(
     module: torch.nn.Module, dtype: torch.dtype
 ) -> torch.nn.Module:
-    """Cast what is floating and carries no mark."""
+    """Cast floating-point tensors without a mark."""
     return module._apply(
         lambda tensor: (
             tensor.to(dtype)
@@ -72,7 +72,7 @@ def honouring(released: str) -> str:
 
 
 def mamba3(*marks: str) -> str:
-    """A Mamba3 of our own that creates the seven parameters, and what it does with them afterwards."""
+    """Return a made-up Mamba3 that creates the seven parameters and then runs the given lines."""
     lines = [f"self.{name} = make()" for name in (*MAMBA3_ALWAYS, *MAMBA3_MIMO)]
     body = "\n        ".join([*lines, *marks])
     return f"class Mamba3(Module):\n    def __init__(self, is_mimo=False):\n        {body}\n"

@@ -64,7 +64,7 @@ def test_where_nothing_is_known_to_honour_marks_none_are_set(newest: ParsedOnce,
     assert "honour the marks" in finding.summary()
 
 
-# The gated delta product, which no release has: a mixer of our own with what matters of main's.
+# The gated delta product, which no release has: a made-up mixer with the relevant lines of main's.
 
 PRODUCT = """
 class GatedDeltaProductMixer(MegatronModule):

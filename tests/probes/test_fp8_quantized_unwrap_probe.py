@@ -149,7 +149,7 @@ BOUND_AGAIN = {
 
 NOT_KNOWN = {
     **NOT_A_REPAIR,
-    **{f"bound again: {what}": [(KERNEL_IMPORT, text)] for what, text in BOUND_AGAIN.items()},
+    **{f"bound again: {how}": [(KERNEL_IMPORT, text)] for how, text in BOUND_AGAIN.items()},
     "the guard is decorated": [("def _all_bfloat16", "@plain_only\ndef _all_bfloat16")],
     "a class is looked at": [
         (START, START + "    if query.__class__ is not torch.Tensor:\n        return None\n"),
@@ -196,9 +196,9 @@ NOT_KNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", NOT_KNOWN)
-def test_what_was_not_read_is_not_recognised(what: str) -> None:
-    finding = changed(*NOT_KNOWN[what])
+@pytest.mark.parametrize("form", NOT_KNOWN)
+def test_an_unknown_form_is_not_recognised(form: str) -> None:
+    finding = changed(*NOT_KNOWN[form])
     assert finding.verdict is Verdict.UNRECOGNISED, finding
 
 

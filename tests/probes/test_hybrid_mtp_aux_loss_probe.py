@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as told
+from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as stacks
 from megacpp_overlays.feature_probes import mtp_z_loss as divided
 from megacpp_overlays.model import Verdict
 
@@ -13,8 +13,8 @@ from megacpp_overlays.model import Verdict
 @pytest.mark.parametrize(
     ("feature", "text"),
     [
-        (told, "class HybridStack:\n    pass\n"),
-        (told, "class HybridStack:\n    def __init__(self, config):\n        self.layers = made(config)\n"),
+        (stacks, "class HybridStack:\n    pass\n"),
+        (stacks, "class HybridStack:\n    def __init__(self, config):\n        self.layers = made(config)\n"),
         (
             divided,
             "class TopKRouter:\n    def apply_z_loss(self, logits):\n        return logits\n\n    def routing(self):\n"
@@ -40,6 +40,6 @@ def test_what_goes_another_way_is_not_recognised(feature: object, text: str) -> 
 
 
 def test_an_older_module_that_knows_layers_of_a_prediction_is_not_absent() -> None:
-    texts = {told.TARGET.module: None, "megatron.core.ssm.mamba_block": "class MambaStack:\n    is_mtp_layer = False\n"}
+    texts = {stacks.TARGET.module: None, "megatron.core.ssm.mamba_block": "class MambaStack:\n    is_mtp_layer = False\n"}
 
-    assert ask(told.probe, Texts(texts)).verdict is Verdict.UNRECOGNISED
+    assert ask(stacks.probe, Texts(texts)).verdict is Verdict.UNRECOGNISED

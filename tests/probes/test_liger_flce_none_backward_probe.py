@@ -54,7 +54,7 @@ def text_of(wheel: Path, name: str) -> str:
 
 
 def examine(wheel: Path, text: str) -> Finding:
-    """Return what the loader makes of a release with another text of the target module."""
+    """Return the finding of the probe on a release with another text of the target module."""
     return ask(OVERLAY.probe, Edited(wheel, fused_linear_cross_entropy=text))
 
 

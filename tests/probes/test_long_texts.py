@@ -33,15 +33,15 @@ LONGER: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
         lambda: "".join(f"if (value == {n}) {{ result = {n}; }}\n" for n in range(10_000)),
     ),
 }
-"""What is added behind a module, and behind a file in C++."""
+"""Makers of the text that is appended to a Python module, and of the one for a C++ file."""
 
 EVERY = [(name, kind) for kind in LONGER for name in sorted(PARTS)]
 DAILY = [each for number, each in enumerate(EVERY) if number % 18 == 0]
-"""Whichever part it is, what it asks for a text is refused by the same guard: an eighteenth of them is daily."""
+"""One of eighteen combinations, for daily runs: the same guard refuses a long text for every part."""
 
 
 class Longer:
-    """A tree in which something stands behind one text."""
+    """A tree with a text appended to one of its files."""
 
     def __init__(self, of: Base, where: str | tuple[str, str], more: str) -> None:
         self._tree, self._where, self._more = of.tree, where, more
@@ -86,7 +86,7 @@ def test_a_text_that_is_too_long_is_not_recognised_and_the_reason_names_its_size
         finding = examine(of.part, Longer(of, place, cpp() if isinstance(place, tuple) else python()))
 
         if isinstance(of.part, Gate) and finding.verdict in {Verdict.ABSENT, Verdict.FIXED}:
-            # Nothing asks for what the file does, or another file has the repair.
+            # Nothing uses the code of this file, or another file has the repair.
             assert not any(str(each).endswith(str(place[1])) for each in finding.repair), (place, finding.summary())
             continue
         if finding.verdict is Verdict.FIXED and all(each.module != place for each in finding.repair):

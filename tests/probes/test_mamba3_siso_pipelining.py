@@ -1,4 +1,4 @@
-"""The gate of pack 19: what the tuner may choose, and whether this host has a GPU for which it matters."""
+"""The gate of pack 19: the configurations that the tuner may choose, and the GPUs of the host for which they matter."""
 
 from __future__ import annotations
 

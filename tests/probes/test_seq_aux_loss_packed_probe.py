@@ -29,7 +29,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(module: str, old: str, new: str) -> list[Finding]:
-    """Return what both probes say of the newest release with an edit."""
+    """Return the findings of both probes on the newest release with an edit."""
     texts = edited_release(module, old, new)
     return [ask(each, texts) for each in PROBES]
 

@@ -1,6 +1,6 @@
-"""Stand-ins of upstream modules have the names, signatures and structure of what they imitate.
+"""Stand-ins of upstream modules: each has the names, signatures and structure of the module that it imitates.
 
-Each is compared with the given trees in which a probe recognises the same as in the stand-in. They follow Megatron-LM
+Each is compared with the given trees in which a probe has the same finding as in the stand-in. They follow Megatron-LM
 dev d48bd6be0a (dev-linear-cross-entropy), the head of pull request 3345 (pr3345-linear-cross-entropy) and main
 0ff7226f6d of 2026-06-27 (dsa-june). No commit of that repository has the files of spring that the others imitate.
 """

@@ -23,7 +23,7 @@ def numbers(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def cut(gathered: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Return what upstream cuts: filled up with zeros where the buffer ends."""
+    """Return upstream's slice of a gathered buffer, padded with zeros where the buffer ends."""
     found = gathered[start : start + count]
     return torch.nn.functional.pad(found, (0, count - len(found)))
 

@@ -41,7 +41,7 @@ SessionMaker = Callable[..., Session]
 
 @dataclass(frozen=True)
 class Place:
-    """A kind of seam: what is replaced, how a step reaches it, and whether its graph would go on without us."""
+    """A kind of seam: the replaced symbol, a step that reaches it, and whether torch would go on with a stale graph of it."""
 
     symbol: str
     step: Callable[[ModuleType], Callable[[Any], Any]]
@@ -94,7 +94,7 @@ def traceable(upstream: Upstream) -> Upstream:
     return upstream
 
 
-# What was compiled before
+# Graphs that were compiled before
 
 
 @pytest.mark.unmeasured
@@ -201,14 +201,14 @@ def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
     def compiles_and_fails(module: ModuleType) -> Observation:
         block = module.Block()
         steps.append(torch.compile(lambda x: block.method(x), backend="eager"))
-        return Observation(broken=True, seen=f"{steps[0](torch.ones(1)).item()} is not what was hoped for")
+        return Observation(broken=True, seen=f"{steps[0](torch.ones(1)).item()} is not the expected value")
 
     current = session(overlay_at(traceable, "Block.method", self_test=compiles_and_fails))
     for step in (traceable.load, current.arm) if late else (current.arm, traceable.load):
         step()
 
     record = current.audit().records[0]
-    assert (record.decision, "20.0 is not what" in record.reason) == (Decision.CONFLICT, True)
+    assert (record.decision, "20.0 is not the expected value" in record.reason) == (Decision.CONFLICT, True)
     assert steps[0](torch.ones(1)).item() == 2
 
 
@@ -259,7 +259,7 @@ def test_a_torch_that_keeps_its_graphs_elsewhere_is_reset_by_its_public_function
 
 @pytest.fixture
 def during(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Callable[[], object]], Any]]:
-    """Compile a function that imports a module, which calls what is given: imports run while Dynamo traces."""
+    """Compile a function that imports a module, which runs the given call. Imports run while Dynamo traces."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def trace(call: Callable[[], object]) -> Any:
@@ -446,7 +446,7 @@ def test_other_threads_survive_that_graphs_come_and_go(traceable: Upstream, sess
     assert changed == 8
 
 
-# What is on disk
+# The cache on disk
 
 ON_DISK = """
 import json, pathlib
@@ -473,7 +473,7 @@ print(json.dumps([*found, *hits, [record.decision.value for record in session.au
 def runs_in_a_row(
     traceable: Upstream, tmp_path: Path, run_python: Callable[..., Any]
 ) -> Callable[..., list[tuple[Any, ...]]]:
-    """Run processes that share one cache on disk, with the overlay on or off; return what each saw."""
+    """Run processes that share one cache on disk, with the overlay on or off, and return the report of each."""
 
     traceable.write(f"{TEXT}\nblock = Block()\n\n\ndef step(x):\n    return block.method(x)\n")
 
@@ -537,11 +537,11 @@ def test_the_conflict_with_dynamos_own_cache_says_how_to_end_it(traceable: Upstr
 
 @dataclass(frozen=True)
 class Counted:
-    """What a step of `compile_cases.py` is about."""
+    """A step of `compile_cases.py`: its overlay, its graph breaks and its stand-in tree."""
 
     overlay: str
     breaks: int
-    """Of upstream's own, and so of ours."""
+    """Graph breaks of upstream's code, of which the overlay has as many."""
     stand_in: str | None = None
 
 
@@ -557,12 +557,12 @@ STEPS = {
     "wrapped_module": Counted("float16-fp32-exemption", breaks=0 if OLDER_THAN_2_15 else 4),
     "scatter": Counted("dsa-branchless-scatter", breaks=1, stand_in="dsa-june"),
 }
-"""Not here: `hopper-flce-dispatch`, whose upstream raises on any device that it could be traced for without a GPU; the
-other `float16-...` overlays, whose seams are in code that saves checkpoints, which nobody compiles."""
+"""Two kinds are left out. Upstream's code of `hopper-flce-dispatch` raises on every device that it could be traced for
+without a GPU. The seams of the other `float16-...` overlays are in code that saves checkpoints, which is never compiled."""
 DAILY = ("packed_lengths", "sparse_mla", "token_losses")
-"""With breaks, without, and one whose seam is left alone by Dynamo; the others are `full`."""
+"""A step with breaks, one without, and one whose seam Dynamo does not trace. The others are `full`."""
 WITH_OVERLAYS = ("token_losses",)
-"""Of these, what is counted with overlays alone: upstream's graphs are many, and nothing of ours."""
+"""Steps of the daily ones that are counted with overlays alone: upstream has many graphs, and none is of our code."""
 
 
 @pytest.fixture(scope="module")
@@ -617,7 +617,7 @@ def test_a_step_breaks_and_compiles_as_often_with_the_overlay_as_without(
 @pytest.mark.upstream
 @pytest.mark.skipif(not LIGER_IS_BROKEN, reason="upstream is right in this environment")
 def test_token_losses_break_once_with_the_overlay(counts: dict[str, dict[str, Any]]) -> None:
-    """Dynamo leaves our passes alone; what is before and after them is compiled, once more with sizes left open."""
+    """Dynamo does not trace our passes. The code before and after them is compiled, and once more with dynamic sizes."""
     on = counts["auto"]["token_losses"]
 
     assert on["breaks"] == 1
@@ -634,7 +634,7 @@ def test_token_losses_break_at_every_read_from_the_host_without(counts: dict[str
 @pytest.mark.full
 @pytest.mark.upstream
 def test_the_scatter_is_traced_whole_with_the_overlay_and_not_at_all_without(counts: dict[str, dict[str, Any]]) -> None:
-    """Upstream branches on values in a loop, so Dynamo gives up; the loop of ours is unrolled for each size."""
+    """Upstream branches on values in a loop, so Dynamo gives up. Our loop is unrolled for each size."""
     off, on = counts["off"]["scatter"], counts["auto"]["scatter"]
 
     assert (off["breaks at all sizes"] > 0, on["breaks at all sizes"]) == (True, 0)

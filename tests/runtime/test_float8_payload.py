@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]  # ups
 @pytest.fixture(scope="module", params=RELEASES)
 def engine(request: pytest.FixtureRequest, wheel: Callable[[str, str], Path]) -> Iterator[SimpleNamespace]:
     with fp8_engine.loaded(wheel("transformer-engine", request.param)) as found:
-        # What the extension computes for Float8Tensor, in releases that do not compute it in Python on the CPU.
+        # Stand-in for the extension's dequantize of Float8Tensor. Some releases have no Python code for it on the CPU.
         found.tex.dequantize = lambda tensor, _: (
             tensor._data.view(torch.float8_e4m3fn).float() * tensor._scale_inv
         ).to(BF16)
@@ -135,7 +135,7 @@ def test_what_is_stored_in_another_way_is_not_read(
 def test_numbers_of_another_shape_are_read_only_where_the_tensor_says_it_has_that_shape(
     bits: torch.Tensor, layout: str, engine: SimpleNamespace
 ) -> None:
-    """Newer releases ask the numbers what shape a tensor has, and so does whoever calls us."""
+    """Newer releases take the shape of a tensor from its payload, and so do our callers."""
     tensor = LAYOUTS[layout](engine, 6, 2, 1, 300)
     setattr(tensor, "_data" if layout == "one scale" else "_rowwise_data", bits)
 

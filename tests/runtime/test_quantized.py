@@ -56,7 +56,7 @@ class Itself(Wrapper):
 
 class WithStorage(torch.Tensor):
     def dequantize(self) -> torch.Tensor:
-        raise AssertionError("nobody needs to")
+        raise AssertionError("no test dequantizes it")
 
 
 def of_transformer_engine(name: str = "QuantizedTensor", module: str = "transformer_engine.pytorch.somewhere") -> type:

@@ -61,9 +61,9 @@ def test_a_note_goes_with_what_autograd_saves_for_the_backward_pass() -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-            beside = torch.zeros(2)
-            notes.set(beside, "forward")
-            ctx.save_for_backward(beside)
+            saved = torch.zeros(2)
+            notes.set(saved, "forward")
+            ctx.save_for_backward(saved)
             return values * 2
 
         @staticmethod
@@ -116,7 +116,7 @@ def test_no_module_asks_for_the_version_of_a_tensor() -> None:
 
 
 def test_no_module_has_another_mapping_by_objects() -> None:
-    """What belongs to a call is kept for as long as the call lasts."""
+    """State of a call is kept for as long as the call lasts."""
     found = {
         f"{path}: {word}"
         for path, source in SOURCES.items()
@@ -155,7 +155,7 @@ def test_attributes_are_written_on_functions_modules_and_contexts_and_not_on_ten
 
 
 def constant_of(source: ast.Module, name: ast.expr) -> object:
-    """Return the constant that an expression is, or that a name of the module stands for, or None."""
+    """Return the value of a constant expression, or of a constant that the module assigns to it, or None."""
     if isinstance(name, ast.Constant):
         return name.value
     constants = {

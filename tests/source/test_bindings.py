@@ -1,4 +1,4 @@
-"""Whatever gives a name another value than its definition is seen, and what gives it none is not."""
+"""Detection of code that binds a name to another value than its definition, without false alarms."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_every_way_to_bind_a_method_in_its_class_is_seen(form: str, nests: list[
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("form", forms(REBINDS))
 def test_the_listed_forms_do_rebind_when_they_are_run(form: str) -> None:
-    """So that the forms above are not there for nothing; a star import rebinds what the other module has."""
+    """Each listed form is justified: it rebinds the name. A star import is left out, since it rebinds only the other module's names."""
     if form == "from ast import *":
         return
     assert not means_what_was_read(f"{MODULE}\n{form}")

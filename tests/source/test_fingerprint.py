@@ -82,8 +82,8 @@ def test_no_statement_may_be_missing_or_doubled() -> None:
     edits = list(statement_edits(NESTED, "scale"))
 
     assert len(edits) == 2 * 8
-    for what, edited in edits:
-        assert fingerprint_of(edited) != fingerprint_of(NESTED), what
+    for edit, edited in edits:
+        assert fingerprint_of(edited) != fingerprint_of(NESTED), edit
 
 
 def test_a_string_that_is_no_docstring_counts() -> None:

@@ -21,7 +21,7 @@ def layers(text: str = LAYERS) -> Texts:
 
 
 def as_if_read(tree: SourceTree, *places: str) -> Repairs:
-    """Return the table that somebody would write who had read a repair in these places of a tree."""
+    """Return the table of a repair that was read in these places of a tree."""
     return {"this tree": {place: meaning(tree, place) for place in places}}
 
 

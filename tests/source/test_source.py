@@ -243,7 +243,7 @@ def test_a_module_that_a_wheel_does_not_have_is_none(tmp_path: Path) -> None:
 
 
 def unreadable(folder: Path, name: str, how: str) -> str:
-    """Put a module into a folder that is there and cannot be read; return what is said of it."""
+    """Write an unreadable module into a folder and return the expected error."""
     path = folder / f"{name}.py"
     if how == "codec":
         path.write_text("# coding: no-such-codec\n")

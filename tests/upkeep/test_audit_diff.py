@@ -1,4 +1,4 @@
-"""`megacpp-overlays compare`: what changed between two kept audits, and what is no audit at all."""
+"""`megacpp-overlays compare`: the changes between two kept audits, and errors for files that are no audit."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def test_words_and_paths_are_no_changes(audit: Audit, change: dict[str, object])
     assert audit_diff.changes(audit, later) == ()
 
 
-@pytest.mark.parametrize("what", ["version", "source_sha256", "verdict", "shape", "decision", "seams"])
-def test_each_field_that_says_what_runs_is_a_change_by_itself(audit: Audit, what: str) -> None:
+@pytest.mark.parametrize("field", ["version", "source_sha256", "verdict", "shape", "decision", "seams"])
+def test_each_field_about_the_code_that_runs_is_a_change_by_itself(audit: Audit, field: str) -> None:
     later = copy.deepcopy(audit)
-    later["decisions"][0][what] = ["other"] if what == "seams" else "other"
+    later["decisions"][0][field] = ["other"] if field == "seams" else "other"
 
-    assert [change.what for change in audit_diff.changes(audit, later)] == [what]
+    assert [change.what for change in audit_diff.changes(audit, later)] == [field]
 
 
 def test_an_overlay_that_one_run_did_not_have_is_a_change(audit: Audit) -> None:

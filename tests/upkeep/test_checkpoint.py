@@ -64,7 +64,7 @@ def write(folder: Path, *parameters: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Run the command; return its exit code and what it wrote, and hold that it changed nothing."""
+    """Run the command and return its exit code and output. Assert that the checkpoint is unchanged."""
 
     def run(folder: Path, *options: str) -> tuple[int, str]:
         before = content(folder)
@@ -240,7 +240,7 @@ def test_nothing_but_zeros_is_told_where_no_shard_is_right(tmp_path: Path, said:
     assert f"the last: its state ends in {COUNT} zeros" in text
 
 
-# Files of somebody else
+# Third-party files
 
 
 class Touch:
@@ -420,7 +420,7 @@ def stored(folder: Path, name: str, entries: dict[str, bytes], *, compressed: bo
 
 
 def header(**other: Any) -> bytes:
-    """Return what torch says of a tensor: storage, offset, shape, stride."""
+    """Return torch's description of a tensor: storage, offset, shape, stride."""
     said_of = {
         "kind": "FloatStorage",
         "offset": 0,
@@ -482,16 +482,16 @@ WRONG_TENSORS: dict[str, tuple[dict[str, bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_TENSORS)
-def test_a_tensor_that_is_not_what_it_says_is_an_error(tmp_path: Path, said: Said, what: str) -> None:
-    entries, says = WRONG_TENSORS[what]
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_a_tensor_that_does_not_fit_its_header_is_an_error(tmp_path: Path, said: Said, wrong: str) -> None:
+    entries, says = WRONG_TENSORS[wrong]
     folder = write(tmp_path, parameter())
     stored(folder, f"{STATE}.param.rows", entries)
 
     fails(said, folder, f"{STATE}.param.rows", says)
 
 
-def test_a_made_up_tensor_is_read_where_it_is_what_it_says(tmp_path: Path, said: Said) -> None:
+def test_a_made_up_tensor_that_fits_its_header_is_read(tmp_path: Path, said: Said) -> None:
     state = parameter()
     folder = write(tmp_path, state)
     own = state[f"{STATE}.param.rows"].numpy().tobytes()

@@ -1,4 +1,4 @@
-"""`megacpp-overlays drift`: a release that pip installed, what hands do to it, and what the command says then."""
+"""`megacpp-overlays drift`: a release that pip installed, edits of its files, and the command's report of them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift,
 def test_a_launcher_that_replaces_nothing_is_clean_and_one_that_fails_is_an_error(
     drift: Drift, upstream: Upstream
 ) -> None:
-    # A gate of what is installed here would speak beside the command.
+    # A gate about a library that is installed here would write to stderr, too.
     gates = {each.variable: "off" for each in registry.load() if not each.installs}
     env = launchers.environment(upstream, **gates)
     upstream.write("raise OSError('no such device')\n", module="failing")
@@ -217,7 +217,7 @@ def test_all_looks_at_what_nobody_asked_for(
 
 @pytest.mark.upstream
 def test_the_environment_of_this_run_is_as_published(drift: Drift, target: Path) -> None:
-    shutil.rmtree(target)  # only what is really installed
+    shutil.rmtree(target)  # only the real installation
 
     done = drift("--quick", "--json", only=False)
 

@@ -36,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
     (package / "inner" / "__init__.py").write_text("")
     (package / "linked.py").symlink_to("scale.py")
     (folder / ".gitignore").write_text("*.so\n__pycache__/\n")
-    (folder / "notes.txt").write_text("beside the package\n")
+    (folder / "notes.txt").write_text("next to the package\n")
     commit_all(folder)
     return folder
 
@@ -179,7 +179,7 @@ def test_a_link_that_leads_out_of_a_checkout_is_named_and_its_target_is_not_read
     package = checkout / "src" / "lab_ops"
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "__init__.py").write_text("")  # as it is committed in the folder that is replaced
-    (tmp_path / "outside" / "secret.py").write_text("token = 'of somebody'\n")
+    (tmp_path / "outside" / "secret.py").write_text("token = 'hidden'\n")
     (package / "hot.py").symlink_to(tmp_path / "outside" / "secret.py")
     shutil.rmtree(package / "inner")
     (package / "inner").symlink_to(tmp_path / "outside")

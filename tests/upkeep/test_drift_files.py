@@ -1,4 +1,4 @@
-"""Installed files against their RECORD: what pip installed is clean, and every hand in it is named."""
+"""Installed files compared with their RECORD: an installation by pip is clean, and each edited file is named."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_cached_bytecode_that_python_never_compares_with_its_source_is_named(
     }
     for name, mode in modes.items():
         compiled(tmp_path / "scale.py", cache / name, mode)
-    (cache / "scale.nbi").write_bytes(b"what another compiler keeps")
+    (cache / "scale.nbi").write_bytes(b"cache of another compiler")
     record = target / "fast_ops-1.0.dist-info" / "RECORD"
     unnamed = found(examine())
     record.write_text(f"{record.read_text()}fast_ops/__pycache__/scale.cpython-312.pyc,,\n")  # as pip does
@@ -285,7 +285,7 @@ def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callab
 def test_what_record_names_outside_of_the_environment_is_not_read(
     target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
-    """Else a RECORD could have the hash of any file of this user told."""
+    """Otherwise a RECORD could make the command print the hash of any file of this user."""
     (tmp_path / "secret").write_text("swordfish")
     record = target / "fast_ops-1.0.dist-info" / "RECORD"
     wrong = "sha256=AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"

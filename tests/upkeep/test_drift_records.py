@@ -15,7 +15,7 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import records
 from megacpp_overlays.upkeep.drift.records import CannotCheckError, Kind, RecordEntry
 
-# A path is what a folder can hold, and comes back relative.
+# Parts of a path are valid names of files. The path comes back relative.
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n/"), min_size=1).filter(
     lambda name: name not in {".", ".."}
 )

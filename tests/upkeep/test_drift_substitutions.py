@@ -83,7 +83,7 @@ def dispatched(x):
 
 
 class Compiled:
-    """Keeps no way back to the function that it was made from, as what is compiled does not."""
+    """A wrapper without a reference to its original function, as compiled code has none."""
 
     __slots__ = ("code",)
 
@@ -167,7 +167,7 @@ with contextlib.suppress(ValueError):
 
 
 class Stand:
-    """What takes the place of a library that is missing."""
+    """A stand-in for a missing library."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -316,7 +316,7 @@ def owners(found: ProcessDrift) -> Mapping[str, str]:
 
 
 def theirs(*args: Any) -> Any:
-    """Stand for a function of somebody's plugin."""
+    """Return the arguments, as a stand-in for a function of a third-party plugin."""
     return args
 
 

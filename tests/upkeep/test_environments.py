@@ -1,4 +1,4 @@
-"""An environment is taken for the one of a lock only when it says itself that it holds what the lock pins."""
+"""An environment is accepted for a lock only if its own interpreter reports the versions that the lock pins."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def link_interpreter(path: Path) -> Path:
     return write_interpreter(path, f'exec {HERE} "$@"')
 
 
-# What is asked
+# The answer of an interpreter
 
 
 def test_an_environment_that_holds_the_pins_is_taken_whatever_else_it_has(tmp_path: Path) -> None:

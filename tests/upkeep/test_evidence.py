@@ -220,7 +220,7 @@ def test_a_command_that_is_asked_to_end_leaves_nothing_behind(
         "with ending.by_exception():\n"
         f"    evidence.reproduce(environment, inventory.find(Path({str(packs.folder)!r}), 99), {ID!r})\n"
     )
-    # The plugin is installed in that environment and not here, so this process is not told of it.
+    # The plugin is installed in that environment and not here, so this process does not get the variable.
     variables = {name: value for name, value in os.environ.items() if name != "MEGACPP_OVERLAYS_PLUGINS"}
     variables |= {"PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
     with subprocess.Popen([sys.executable, "-c", script], env=variables) as process:

@@ -19,7 +19,7 @@ LONGEST = 20
 
 @pytest.fixture(autouse=True)
 def ends() -> Iterator[None]:
-    """End what would take longer, inside of the expression."""
+    """Raise TimeoutError in an expression that takes longer."""
 
     def end(*_: object) -> None:
         raise TimeoutError(f"this takes more than {LONGEST} seconds of CPU time")

@@ -124,7 +124,7 @@ def test_a_file_that_was_cut_off_is_derived_anew(release: SourceTree, runs: list
 
 
 def test_a_probe_of_a_plugin_is_asked_each_time(release: SourceTree, runs: list[str], tmp_path: Path) -> None:
-    """What it is made of may be anywhere."""
+    """The files of a plugin's probe may be anywhere, so no key can cover them."""
     part = replace(PART, probe=lambda _: Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("nothing"),)))
     cache = FindingCache(tmp_path)
 

@@ -1,4 +1,4 @@
-"""`megacpp-overlays report`: what is in the file that goes to a maintainer, and what is not."""
+"""`megacpp-overlays report`: the contents of the file that goes to a maintainer, without folders of the host."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_a_form_that_is_not_recognised_is_told_by_the_fingerprints_of_its_functi
     source = InstalledTree().module(upstream.module_name)
     assert source is not None
     assert (part["decision"], part["verdict"]) == ("conflict", "UNRECOGNISED")
-    told = found["sources"][upstream.module_name]
-    assert told["sha256"] == source.sha256
-    assert set(told["functions"]) == {"double", "Layer.forward", "Layer.Inner.step", "only_sometimes"}
-    assert told["functions"]["double"] == fingerprint(source.function("double"))
+    entry = found["sources"][upstream.module_name]
+    assert entry["sha256"] == source.sha256
+    assert set(entry["functions"]) == {"double", "Layer.forward", "Layer.Inner.step", "only_sometimes"}
+    assert entry["functions"]["double"] == fingerprint(source.function("double"))
     assert found["audit"]["decisions"] == found["parts"]
     assert set(found["versions"]) == {upstream.name, "torch", "triton"}
 
@@ -96,11 +96,11 @@ def test_a_text_that_cannot_be_parsed_has_a_hash_and_the_problem(
 ) -> None:
     upstream.write("def (\n")
 
-    told = report(capsys)["sources"][upstream.module_name]
+    entry = report(capsys)["sources"][upstream.module_name]
 
-    assert len(told["sha256"]) == 64
-    assert told["functions"] == {}
-    assert told["problem"].startswith("layers.py:1: cannot be parsed")
+    assert len(entry["sha256"]) == 64
+    assert entry["functions"] == {}
+    assert entry["problem"].startswith("layers.py:1: cannot be parsed")
 
 
 @pytest.mark.usefixtures("current")

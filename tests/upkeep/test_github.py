@@ -1,4 +1,4 @@
-"""The client of the host: when it stops, what it follows, and what it never sends."""
+"""The HTTP client of GitHub: its limits, the redirects that it follows, and the credentials that it never sends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_credentials_of_a_netrc_file_are_not_sent(
     host: Host, client: Callable[..., Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     netrc = tmp_path / "netrc"
-    netrc.write_text("default login somebody password hidden\n")
+    netrc.write_text("default login user password hidden\n")
     netrc.chmod(0o600)
     monkeypatch.setenv("NETRC", str(netrc))
     host.put(PATH, github_host.issue("o/r", 1))
@@ -119,9 +119,9 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "https://somebody:hidden@ghe.example/api/v3",
+        "https://user:hidden@ghe.example/api/v3",
         "https://hidden@ghe.example",
-        "somebody:hidden@ghe.example",
+        "user:hidden@ghe.example",
         "https://ghe.example/api/v3?access_token=hidden",
         "https://ghe.example/api/v3#hidden",
     ],
@@ -225,7 +225,7 @@ FAILED = {
         for packed in ("br", "zstd", "gzip, gzip")
     },
 }
-"""Replies that are no answer, and what is said of each."""
+"""Replies that are no answer, each with the expected error."""
 
 
 @pytest.mark.parametrize("reply", FAILED)
@@ -300,8 +300,8 @@ def test_a_body_that_is_packed_counts_as_it_is_unpacked(
     assert host.requests[0].headers["Accept-Encoding"] == "gzip, deflate"
 
 
-@pytest.mark.parametrize("name", ["127.0.0.1:1", "nobody.invalid"])
-def test_an_address_at_which_nobody_is_is_unreachable(name: str) -> None:
+@pytest.mark.parametrize("name", ["127.0.0.1:1", "absent.invalid"])
+def test_an_address_without_a_server_is_unreachable(name: str) -> None:
     with pytest.raises(UnreachableError, match=f"{name} cannot be reached"):
         Client(f"http://{name}", None, backoff=0.01).get(PATH)
 

@@ -1,4 +1,4 @@
-"""`megacpp-overlays learn`: what reproducers show on a release decides for everybody who has it, byte for byte."""
+"""`megacpp-overlays learn`: results of reproducers on a release decide for every host that has the same bytes of it."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def add(form: dict[str, Any] | None, text: str, shown: dict[str, Any] | None) ->
 
 @pytest.fixture
 def form() -> dict[str, Any]:
-    """What is recorded of an older release, which does not depend on `g`."""
+    """The recorded form of an older release, which does not depend on `g`."""
     (made,) = add(None, TEXT, SHOWN)
     first, _ = made["digests"].split()
     return {**made, "digests": f"{first} *", "seen": [["it adds twice", ASKED[0]]], "trees": ["0.8.9", "main abc"]}
@@ -230,7 +230,7 @@ def part() -> Erratum:
 
 @pytest.fixture
 def record(part: Erratum, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What was learned of the overlay in a release; a test may change it before it is looked up."""
+    """The learned record of the overlay in a release. A test may change it before the look-up."""
     code = learned.code_of(part, SHAPE)
     data = {"verdict": "BROKEN", "shape": SHAPE, "seen": "none: 3.2 off", "date": "2026-11-27", "code": code}
     monkeypatch.setattr(learned, "_kept", lambda: {"liger-kernel": {"0.9.0": {known.name_of(part): data}}})
@@ -238,7 +238,7 @@ def record(part: Erratum, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 UNRECOGNISED = Finding(
-    verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence("nobody read it"),), candidates=(SHAPE,)
+    verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence("not read yet"),), candidates=(SHAPE,)
 )
 
 
@@ -324,7 +324,7 @@ def test_a_case_that_showed_a_user_the_defect_outweighs_the_record(
     assert "shown here on 2026-11-27: case none: 3.2 off with the overlay, too" in after.summary()
 
 
-# What is printed, and what is refused
+# Output and errors
 
 
 def test_lines_count_name_what_changed_and_what_needs_a_person() -> None:

@@ -1,4 +1,4 @@
-"""A lane, its lock, and what may be installed from it."""
+"""Locks of lanes: each lock fits its lane, and installs only on the machine that it is for."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_an_environment_has_the_python_of_its_lane_unless_another_is_given(
 ) -> None:
     scripts = copy.parent / "scripts"
     shutil.copy(ROOT / "scripts/environment.sh", scripts)
-    # What would fetch a Python and install into it writes down here what it was asked for.
+    # Stand-ins for the scripts that fetch a Python and install into it: the first notes the version that it is asked for.
     write_script(scripts / "python.sh", f"echo $1 >>asked\necho {sys.executable}")
     write_script(scripts / "uv.sh", "echo true")
     change_python(copy / "newest", "3.12", "3.14")
@@ -182,7 +182,7 @@ def change_python(stem: Path, old: str, new: str) -> None:
 
 
 def make_current(lock: Path) -> None:
-    """Write into a lock the digest of what its lane says now."""
+    """Write the digest of a lane's current inputs into its lock."""
     digest = subprocess.run(
         [sys.executable, "-c", f"import lock, pathlib; print(lock.inputs(pathlib.Path('../locks/{lock.stem}.in')))"],
         cwd=lock.parent.parent / "scripts",

@@ -71,7 +71,7 @@ def test_a_thread_of_unknown_kind_is_asked_as_an_issue_first(host: Host, client:
 
 
 MEANT: dict[str, tuple[str, dict[str, Any], str, object]] = {
-    "what was taken for a pull request may be an issue": ("issue", {}, "kind", "issue"),
+    "a thread that was taken for a pull request may be an issue": ("issue", {}, "kind", "issue"),
     "a reason is not kept after a reopening": ("issue", {"state_reason": "reopened"}, "reason", None),
     "a name in other letters is no move": ("issue", {"html_url": "https://github.com/O/R/issues/1"}, "moved_to", None),
     "the commit of a trial merge is not kept": ("pull", {}, "merge_commit", None),
@@ -84,12 +84,12 @@ MEANT: dict[str, tuple[str, dict[str, Any], str, object]] = {
     ),
     "days are UTC": ("pull", {"created_at": "2025-08-21T20:12:59-07:00"}, "created", date(2025, 8, 22)),
 }
-"""Answers of the host, and what one field of each means."""
+"""Answers of the host, each with the expected value of one field of ours."""
 
 
-@pytest.mark.parametrize("what", MEANT)
-def test_a_field_is_what_the_host_means_by_it(host: Host, client: Client, what: str) -> None:
-    kind, changes, field, value = MEANT[what]
+@pytest.mark.parametrize("meaning", MEANT)
+def test_a_field_has_the_meaning_that_the_host_gives_it(host: Host, client: Client, meaning: str) -> None:
+    kind, changes, field, value = MEANT[meaning]
     getattr(host, kind)(REPOSITORY, 1, **changes)
 
     assert getattr(look(client, answer()), field) == value
@@ -206,10 +206,10 @@ def test_a_pre_release_counts_only_where_no_release_does(host: Host, client: Cli
     host.releases(REPOSITORY, release("v1.2", "2026-09-01"), trial)
     host.compare(REPOSITORY, COMMIT, "v1.2", "ahead")
 
-    beside = find(client, alone)
+    final = find(client, alone)
 
     assert (alone.released_in, alone.prerelease) == (None, trial["tag_name"])
-    assert (beside.released_in, beside.prerelease) == ("v1.2", None)
+    assert (final.released_in, final.prerelease) == ("v1.2", None)
 
 
 @settings(max_examples=25, deadline=None)  # it asks a server

@@ -1,4 +1,4 @@
-"""`megacpp-overlays matrix`: every probe over every release, from an index, a cache or trees, and what it keeps."""
+"""`megacpp-overlays matrix`: run every probe over every release of an index, a cache or trees, and keep the findings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def declared(made: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def run(tmp_path: Path, declared: object, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command with a cache of its own; return its exit code and what it printed."""
+    """Run the command with a cache of its own; return its exit code, stdout and stderr."""
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         code = cli.main(["matrix", "--cache", str(tmp_path / "cache"), *map(str, arguments)])
@@ -292,21 +292,21 @@ def test_wrong_usage_exits_2(run: Run, arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
 WHEEL = f"{PACKAGE}-2.0.0-py3-none-any.whl"
 WHOLE = wheel({**module(BROKEN_TEXT), "more.py": ""})
 UNREADABLE = {
     "of another kind": (f"{PACKAGE}-2.0.0.zip", WHOLE, "it has no wheel and no tar.gz with a SHA-256"),
-    "not what the index lists": (WHEEL, WHOLE, "does not have the SHA-256 that the index lists"),
+    "with another hash": (WHEEL, WHOLE, "does not have the SHA-256 that the index lists"),
     "damaged": (
         WHEEL,
         WHOLE.replace(b"x + x + 1", b"x + x + 2"),
         f"{WHEEL}: cannot read {PACKAGE}/layers.py: BadZipFile",
     ),
 }
-"""Files of a release that cannot be read, and what is said of it."""
+"""Release files that cannot be read, each with the expected reason in the row."""
 
 
 @pytest.mark.parametrize("how", UNREADABLE)
@@ -316,7 +316,7 @@ def test_a_release_that_cannot_be_read_is_a_hole_with_the_reason_and_such_a_matr
     name, content, says = UNREADABLE[how]
     publish_history(index)
     index.publish(name, content)
-    if how == "not what the index lists":
+    if how == "with another hash":
         index.served[name] = b"cut"
 
     code, out, _ = run()
@@ -512,7 +512,7 @@ def test_a_folder_that_is_no_checkout_is_named_by_what_is_in_it(index: Index, ru
 
 @pytest.fixture
 def wrong_trees(repository: Path, tmp_path: Path) -> Path:
-    """A folder with trees that cannot be read, beside the repository."""
+    """The folder of the repository, with trees next to it that cannot be read."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "without").mkdir()
     commit_all(tmp_path / "without")
@@ -603,7 +603,7 @@ def answering_for_all(index: Index) -> Callable[[str], tuple[int, str, bytes]]:
     return lambda path: answer(index, path.replace("liger-kernel", "made-up-upstream"))
 
 
-# --- what is kept ---
+# --- the kept matrix ---
 
 
 @pytest.fixture
@@ -692,8 +692,8 @@ def test_a_probe_that_says_something_else_makes_it_stale(
         found = made.probe(tree)
         if found.verdict is not Verdict.FIXED:
             return found
-        told = replace(found, evidence=(Evidence(seen=seen),))
-        return told if verdict is Verdict.FIXED else Finding(verdict=verdict, shape=None, evidence=told.evidence)
+        again = replace(found, evidence=(Evidence(seen=seen),))
+        return again if verdict is Verdict.FIXED else Finding(verdict=verdict, shape=None, evidence=again.evidence)
 
     declared(made.overlay(probe=changed))
 
@@ -924,10 +924,11 @@ def test_flips_and_runs_tell_the_whole_history(found: list[Verdict | None]) -> N
     read = [each for each in rows if each.problem is None]
 
     changes = {flip.row.name: flip for flip in matrix.flips(whole, "o")}
-    told: list[Verdict] = []
+    replayed: list[Verdict] = []
     for each in read:
-        told.append(changes[each.name].after if each.name in changes else (told or [each.cells["o"].verdict])[-1])
-    assert told == [each.cells["o"].verdict for each in read]
+        last = (replayed or [each.cells["o"].verdict])[-1]
+        replayed.append(changes[each.name].after if each.name in changes else last)
+    assert replayed == [each.cells["o"].verdict for each in read]
     assert all(flip.before is not flip.after for flip in changes.values())
 
     runs = matrix.runs(rows, "o")

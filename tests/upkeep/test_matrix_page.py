@@ -1,4 +1,4 @@
-"""The kept matrix: what the probes say today, and a page that people can read, in a real browser."""
+"""The kept matrix: it agrees with the probes of today, and its page is readable in a real browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def columns_of(table: Table) -> list[str]:
 
 @pytest.mark.upstream
 def test_the_kept_matrix_is_what_the_probes_say_of_the_very_same_files(tmp_path: Path) -> None:
-    """What every probe has to say of every release is written in the matrix; the tests of a probe do not repeat it."""
+    """The matrix holds the finding of every probe on every release. Tests of a probe do not repeat it."""
     overlays, archives = registry.load(), Archives(tmp_path, [WHEELS], findings=FindingCache(FINDINGS))
     now = matrix_file.again(KEPT, overlays, archives, print)
     archives.findings.save()
@@ -78,7 +78,7 @@ def test_every_listed_release_of_a_target_is_in_it() -> None:
 def test_the_page_asks_for_nothing_and_every_link_leads_to_a_place_on_it() -> None:
     page = Reader(PAGE.read_text())
 
-    assert page.loads == ["data:,", "script"], "the one that shows and hides what is there, inline"
+    assert page.loads == ["data:,", "script"], "the inline script that shows and hides entries"
     inside = {link[1:] for link in page.links if link.startswith("#")}
     assert inside <= set(page.ids)
     assert all(link.startswith("https://github.com/") for link in page.links if not link.startswith("#"))
@@ -102,10 +102,10 @@ def test_each_overlay_has_a_row_with_what_was_so_of_which_releases() -> None:
         for name, cells in zip(columns_of(table), rows[1:], strict=True):
             said = re.findall(r"(BROKEN|FIXED|ABSENT|UNRECOGNISED) (\S+)(?: to (\S+))?", " ".join(cells[1].split()))
             names = [row.name for row in table.rows]
-            told: dict[str, str] = {}
+            listed: dict[str, str] = {}
             for verdict, first, last in said:
-                told |= dict.fromkeys(names[names.index(first) : names.index(last or first) + 1], verdict)
-            assert told == {row.name: row.cells[name].verdict.value for row in table.rows}
+                listed |= dict.fromkeys(names[names.index(first) : names.index(last or first) + 1], verdict)
+            assert listed == {row.name: row.cells[name].verdict.value for row in table.rows}
 
 
 def test_flips_are_listed_with_version_and_date() -> None:
@@ -190,7 +190,10 @@ def picked(page: Any, **versions: str) -> set[str]:
 
 
 def expected(**versions: str) -> set[str]:
-    """Return the overlays and gates whose probe says BROKEN of one of these versions, beside what is picked."""
+    """Return the overlays and gates whose probe says BROKEN of one of these versions, or of the newest where none is given.
+
+    A column about a combination counts only if its other distribution has the version that is picked.
+    """
     together = {f"{name.replace('_', '-')} {version}" for name, version in versions.items()}
     return {
         column.overlay
@@ -259,7 +262,7 @@ def test_versions_are_picked_with_the_keyboard(open_page: Open) -> None:
 
 
 OLDER = {"megacpp": "0", "megatron-core": "0.18.2", "liger-kernel": "0.8.1"}
-"""What the address names: two releases, and a distribution that is not on the page."""
+"""Versions in the address: two releases, and a distribution that is not on the page."""
 
 
 def values(page: Any) -> dict[str, str]:
@@ -329,7 +332,7 @@ def test_there_are_few_stops_on_the_way_through_it(open_page: Open) -> None:
 
 
 def test_an_accessibility_checker_finds_nothing(browser: Any, tmp_path: Path) -> None:
-    """On a page of the same kind with less on it: what the checker does takes as long as a page is large."""
+    """The checker's time grows with the page, so this page is of the same kind and smaller."""
     page = tmp_path / "page.html"
     page.write_text(matrix_page.render([some_of(KEPT[0], 4), some_of(KEPT[1], 2)]))
 

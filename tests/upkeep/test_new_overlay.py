@@ -1,4 +1,4 @@
-"""`new-overlay` writes files that run at once, install nothing, and become an overlay when what says TODO is written."""
+"""`new-overlay`: its files run at once and install nothing. They become an overlay once each TODO is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEASURED = """    clipped = module.clip([9], 0, 5)
 
 
 class Scene:
-    """A folder with a broken library, and the Python that finds it and what is written beside it."""
+    """A folder with a broken library, and commands that run in it with the library and the new plugin on the path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

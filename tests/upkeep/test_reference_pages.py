@@ -1,4 +1,4 @@
-"""The generated pages of docs/: what they say, and that they cannot be out of step unseen."""
+"""The generated pages of docs/: their contents, and the check that finds a stale page."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_of_torch_a_small_wheel_is_read_on_every_machine(names: list[str]) -> No
         ([SOURCE, BUILT.format(313, "aarch64")], BUILT.format(313, "aarch64")),
         ([SOURCE, "not-a-name.whl"], SOURCE),
     ],
-    ids=["a pure wheel", "any wheel", "no wheel that says what it is for"],
+    ids=["a pure wheel", "any wheel", "no wheel with tags"],
 )
 def test_wheels_come_before_source(names: list[str], first: str) -> None:
     assert release("1.0", map(file, names), None).files[0].name == first
@@ -117,7 +117,7 @@ def test_of_a_distribution_of_large_archives_old_releases_are_not_read() -> None
     assert is_read("megatron-core", "0.1.0")
 
 
-# --- what an index says ---
+# --- answers of an index ---
 
 
 @pytest.mark.parametrize("speaks_json", [True, False], ids=["JSON", "HTML"])
@@ -285,7 +285,7 @@ def test_answers_that_cannot_be_kept_are_an_error_with_the_way_out(index: Index)
         Archives(Path("/dev/null/files"), (), PackageIndex(index.endpoint)).get(file(PURE))
 
 
-# --- what it said before ---
+# --- answers that were kept ---
 
 
 def test_an_answer_is_remembered_and_holds_no_address(
@@ -299,7 +299,7 @@ def test_an_answer_is_remembered_and_holds_no_address(
     with answers(offline=True) as remembered:
         assert remembered.get(PACKAGE) == answer
 
-    assert len(index.asked) == before, "offline asks nobody"
+    assert len(index.asked) == before, "offline sends no request"
     assert said == []
     assert not [path for path in (tmp_path / "index").rglob("*.json") if "http" in path.read_text()]
 
@@ -519,7 +519,7 @@ def test_the_cache_is_where_caches_are(
     assert archives_module.default_folder() == Path(expected)
 
 
-# --- what is in them ---
+# --- contents of archives and trees ---
 
 
 @pytest.mark.parametrize("top", ["", "src/"], ids=["at the top", "below src"])
@@ -570,7 +570,7 @@ def committed(folder: Path, files: dict[str, str], links: dict[str, str]) -> Pat
         {f"{PACKAGE}/layers.py": "second.py", f"{PACKAGE}/second.py": "real.py"},
         {f"{PACKAGE}/layers.py": "../lib/real.py", "lib": PACKAGE},
     ],
-    ids=["beside it", "a roundabout way", "a link to a link", "through a folder"],
+    ids=["in the same folder", "a roundabout way", "a link to a link", "through a folder"],
 )
 def test_a_committed_link_is_read_as_what_it_leads_to(tmp_path: Path, links: dict[str, str]) -> None:
     files = {f"{PACKAGE}/real.py": "x = 1\n", f"{PACKAGE}/__init__.py": ""}
@@ -619,7 +619,7 @@ def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, links: 
             tree.module(f"{PACKAGE}.layers")
 
 
-SECRET = "token = 'of somebody'\n"
+SECRET = "token = 'hidden'\n"
 
 
 @pytest.mark.parametrize("kind", ["folder", "commit"])
@@ -636,7 +636,7 @@ SECRET = "token = 'of somebody'\n"
     ],
 )
 def test_no_link_leads_out_of_a_tree(tmp_path: Path, kind: str, link: str, target: str) -> None:
-    """A tree that others made says what lies in it, and nothing of what lies beside it."""
+    """A third-party tree may have links. No file outside of the tree is read through one."""
     outside = write_files(
         tmp_path / "outside", {"layers.py": SECRET, "__init__.py": SECRET, f"{PACKAGE}/layers.py": SECRET}
     )
@@ -647,7 +647,7 @@ def test_no_link_leads_out_of_a_tree(tmp_path: Path, kind: str, link: str, targe
     with opened, pytest.raises(SourceError, match="a link there leads out of the") as caught:
         opened.module(f"{PACKAGE}.layers")
 
-    assert "somebody" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
 
 
 def test_a_folder_that_is_reached_through_a_link_is_a_tree_and_its_inner_links_are_followed(tmp_path: Path) -> None:
@@ -730,10 +730,10 @@ def test_what_a_wheel_calls_a_link_is_the_file_that_an_installer_makes_of_it(tmp
     assert source.text == "/etc/hostname"
 
 
-@pytest.mark.parametrize("what", ["layers.py", ""], ids=["a file", "a tree"])
-def test_an_object_that_git_cannot_deliver_is_no_absent_file(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("path", ["layers.py", ""], ids=["a file", "a tree"])
+def test_an_object_that_git_cannot_deliver_is_no_absent_file(tmp_path: Path, path: str) -> None:
     folder = committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {})
-    name = git(folder, "rev-parse", f"HEAD:{PACKAGE}/{what}".rstrip("/"))
+    name = git(folder, "rev-parse", f"HEAD:{PACKAGE}/{path}".rstrip("/"))
     (folder / ".git" / "objects" / name[:2] / name[2:]).unlink()
 
     with pytest.raises(UpkeepError, match="git cannot give"), CommitTree(folder, "HEAD") as tree:
@@ -773,7 +773,7 @@ def test_the_newest_member_dates_an_archive(tmp_path: Path, name: str, content: 
 
 
 def deflated(size: int) -> tuple[bytes, bytes]:
-    """Return 64 MiB of nothing, deflated so that it can be repeated, and what ends such a stream."""
+    """Return `size` zero bytes, deflated as a repeatable block, and the bytes that end such a stream."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     return packer.compress(bytes(size)) + packer.flush(zlib.Z_FULL_FLUSH), packer.flush()
 

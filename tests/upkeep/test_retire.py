@@ -45,12 +45,12 @@ def retire(
 
 
 def checklist(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
-    """Return the items of a run with --json: how each ended, and what it says."""
+    """Return the items of a run with --json, each with its state and its text."""
     assert done.stdout, done.stderr
     return {item["item"]: (item["state"], item["said"]) for item in json.loads(done.stdout)["checklist"]}
 
 
-# What is written, and what is left to a person
+# Written files, and the work that is left to a person
 
 LEFT = """\
 Remove:
@@ -87,7 +87,7 @@ reproducer stays as a regression guard. Unpatched from here on: `broken` (made-t
 
 @pytest.fixture(scope="module")
 def retirement(template: Checkout, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkout, str]:
-    """A checkout in which the overlay was retired, and what was said."""
+    """A checkout in which the overlay was retired, and the command's output."""
     root = tmp_path_factory.mktemp("retirement") / "checkout"
     shutil.copytree(template.root, root, symlinks=True)
     done = retire(Checkout(root), "--leave", "broken")
@@ -220,7 +220,7 @@ def test_runs_of_the_reproducer_are_named_where_the_pack_has_no_overlay_left(che
     assert 'tests/test_lanes.py:1: done = run("repro", "99")' in json.loads(done.stdout)["mentions"]
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

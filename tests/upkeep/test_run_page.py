@@ -1,4 +1,4 @@
-"""The page of a run: what a team lead reads of an audit, or of two, in any browser, without a request."""
+"""The HTML page of one audit, or of two: for a team lead, in any browser, without a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONE_OF_EACH = dict(zip(Decision, dict.fromkeys(each.id for each in OVERLAYS if e
 
 @pytest.fixture(scope="module")
 def audit() -> dict[str, Any]:
-    """An audit of the real overlays, in which each decision was taken of one of them; nobody asked about the others."""
+    """An audit of the real overlays, edited so that each decision is taken for one overlay. The others were not decided."""
     data = json.loads(Session(OVERLAYS, Settings(mode=Mode.OFF)).audit().to_json())
     for decision, overlay_id in ONE_OF_EACH.items():
         for each in data["decisions"]:
@@ -269,7 +269,7 @@ def test_a_count_leads_to_its_overlays(shown: Callable[..., Any]) -> None:
     assert tab.locator(":target").inner_text() == run_page.HEADINGS[Decision.ACTIVE]
 
 
-# --- what was used ---
+# --- calls that were counted ---
 
 
 @pytest.mark.parametrize(

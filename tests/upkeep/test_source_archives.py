@@ -56,14 +56,14 @@ def test_an_archive_that_was_damaged_is_fetched_again(index: Index, tmp_path: Pa
     assert (tmp_path / "into" / ARCHIVE).read_bytes() == content
 
 
-@pytest.mark.parametrize("what", ["the list", "the answer"])
-def test_an_archive_that_is_not_the_one_that_is_listed_is_not_taken(index: Index, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("wrong", ["the list", "the answer"])
+def test_an_archive_that_is_not_the_one_that_is_listed_is_not_taken(index: Index, tmp_path: Path, wrong: str) -> None:
     sha256 = index.publish(ARCHIVE, sdist(f"{PACKAGE}-1.0", {"test/test_it.py": ""}))
-    if what == "the answer":
+    if wrong == "the answer":
         index.served[ARCHIVE] = b"something else"
 
-    done = fetch(index, tmp_path, "0" * 64 if what == "the list" else sha256)
+    done = fetch(index, tmp_path, "0" * 64 if wrong == "the list" else sha256)
 
     assert done.returncode == 1
-    assert ("FAILED\nthe index has no file with this hash" if what == "the list" else "FAILED") in done.stdout
+    assert ("FAILED\nthe index has no file with this hash" if wrong == "the list" else "FAILED") in done.stdout
     assert list((tmp_path / "into").iterdir()) == []

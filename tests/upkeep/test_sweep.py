@@ -1,4 +1,4 @@
-"""`megacpp-overlays sweep`: what landed since the last look, and who may retire because of it."""
+"""`megacpp-overlays sweep`: upstream changes that landed since the last run, and overlays that may retire because of them."""
 
 from __future__ import annotations
 
@@ -582,7 +582,7 @@ def test_a_thread_that_is_newer_than_the_day_is_new(scene: Scene, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--since", "July"], ["--what"], ["--offline", "--write"]], ids=["day", "option", "both"]
+    "arguments", [["--since", "July"], ["--no-such-option"], ["--offline", "--write"]], ids=["day", "option", "both"]
 )
 def test_wrong_usage_exits_2(scene: Scene, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -647,7 +647,7 @@ def test_this_repository_can_be_swept_against_a_host_that_says_what_is_saved(sce
 
 
 def _serve(host: Host, known: Answer) -> None:
-    """Let the host say what is saved; a state that is not known is open there."""
+    """Make the host serve a saved answer. A thread whose state is unknown is open there."""
     state = {"draft": "open", "merged": "closed", None: "open"}.get(known.state, known.state)
     closed = f"{known.closed}T12:00:00Z" if known.closed else None
     common: dict[str, Any] = {"state": state, "closed_at": closed, "state_reason": known.reason}

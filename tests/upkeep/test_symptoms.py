@@ -1,4 +1,4 @@
-"""Symptoms: what a person says finds the overlay with that defect, and nothing else does."""
+"""Symptoms: a person's words find the overlay with that defect, and no other words do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`packs/threads.json`: what is kept about upstream threads, and what happens to a file that is not as it should be."""
+"""`packs/threads.json`: the kept answers about upstream threads, and errors for a malformed file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megacpp-overlays triage`: the reproducer decides what an upgrade does to a fix, and a verdict alone decides nothing."""
+"""`megacpp-overlays triage`: the outcome of an upgrade for each fix follows from its reproducer, never from a verdict alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KEEP, CONFLICT, RETIRE, NOTHING = (
 
 
 def probed(*verdicts: Verdict, version: str | None = "1.0", due: bool | None = None, seams: bool = True) -> ProbeReport:
-    """Return what probes read, one verdict for each part; due where it is FIXED if not said otherwise."""
+    """Return a probe report with one part for each verdict. By default, `due` is set if the report's verdict is FIXED."""
     parts = tuple(
         ProbedPart(
             module=f"made.m{number}",
@@ -63,7 +63,7 @@ def probed(*verdicts: Verdict, version: str | None = "1.0", due: bool | None = N
             shape="off-by-one" if verdict is B else None,
             evidence=f"seen {number}",
             has_seams=seams and verdict is B,
-            left_alone=None if seams else "nobody needs it",
+            left_alone=None if seams else "no model needs it",
         )
         for number, verdict in enumerate(verdicts)
     )
@@ -137,7 +137,7 @@ def test_what_is_shown_decides(found: Facts, outcome: UpgradeOutcome, says: str)
         (facts(probed(B), probed(B, U), case(REPRODUCED, VALIDATED)), "shape unknown: made.m1: seen 1", "read the new"),
         (
             facts(probed(B), probed(B, seams=False), case(REPRODUCED, FAILED)),
-            "no seam for shape off-by-one of made.m0: nobody needs it",
+            "no seam for shape off-by-one of made.m0: no model needs it",
             "extend the overlay",
         ),
         (facts(probed(B), probed(B), case(FAILED)), "its reproducer fails: double: because of FAILED", "repro 99 --v"),
@@ -395,7 +395,7 @@ def test_nothing_is_kept_or_retired_without_evidence_and_every_conflict_says_wha
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environment]:
-    """Environments with one release each, by what became of the bug in it."""
+    """Environments with one release each, by the state of the bug in that release."""
     texts = {
         "broken": (BROKEN_TEXT, "1.0"),
         "broken-still": (BROKEN_TEXT, "1.1"),
@@ -452,7 +452,7 @@ def test_an_upgrade_is_a_row_with_its_evidence_and_an_exit_code(
     said = capsys.readouterr()
     assert "double-fix 99 made_target 1.0 -> 1.1 BROKEN BROKEN keep" in one_line(said.out)
     assert "FIX_VALIDATED double: double(1) = 2" in one_line(said.out)
-    assert "made-target" in said.out.partition("overlay")[0]  # what the upgrade changes comes first
+    assert "made-target" in said.out.partition("overlay")[0]  # changed distributions come first
     assert "delete when: upstream doubles without adding one" in said.out
     assert "99-double: case double (overlay double-fix, cpu)" in said.err  # progress is no part of the answer
 
@@ -621,7 +621,7 @@ def test_a_case_for_a_gpu_without_one_or_a_receipt_is_no_evidence(
     assert "not run, needs a CUDA device: double" in said
 
 
-# What cannot be triaged
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -669,7 +669,7 @@ def test_an_overlay_that_an_environment_does_not_know_is_named(
         triage.triage(releases["broken"], releases["fixed"], [upstream.overlay()], how)
 
 
-# What an upgrade changes
+# Distributions that an upgrade changes
 
 
 def test_targets_come_first_and_what_was_added_or_removed_is_marked(
@@ -750,7 +750,7 @@ def provable(report: ProbeReport) -> ProbeReport:
             probed(B),
             probed(B, seams=False),
             UpgradeOutcome.CONFLICT,
-            "no seam for its shape: made.m0: nobody needs it",
+            "no seam for its shape: made.m0: no model needs it",
         ),
         (probed(B), probed(U), UpgradeOutcome.CONFLICT, "no seam can be placed: made.m0: seen 0"),
         (probed(B, B), provable(probed(U, B)), UpgradeOutcome.WITNESS, "not recognised: made.m0"),
