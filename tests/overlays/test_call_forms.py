@@ -18,7 +18,7 @@ pytestmark = pytest.mark.upstream
 LANES = ("newest", "summer-2026", "spring-2026", "edge")
 DAILY = ("newest",)
 STAND_IN = ROOT / "tests/empty_modules"
-"""What mamba_ssm imports and a host without a CUDA toolkit cannot build."""
+"""Empty modules in the place of imports of mamba_ssm that a host without a CUDA toolkit cannot build."""
 FEWEST = 35
 """Seams that are in on each of these lanes."""
 

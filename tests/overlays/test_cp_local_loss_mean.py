@@ -1,6 +1,6 @@
 """Real steps of Megatron's schedule on context parallel ranks with the overlay: the mean over ranks is that of whole sequences.
 
-What is measured is in `context_losses.py`, which runs in an interpreter of its own for each release, and forks ranks.
+The measurements are in `context_losses.py`, which runs in its own interpreter for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDING = 1e-6
 
 @pytest.fixture(scope="module")
 def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]) -> Any:
-    """What the newest release does by itself."""
+    """Results of the newest release without the overlay."""
     folder = tmp_path_factory.mktemp("off")
     return megatron_says(newest(), SUPPORT / "context_losses.py", folder, MEGACPP_OVERLAYS="off")
 
@@ -39,7 +39,7 @@ def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., A
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay."""
+    """A release, and its results with the overlay."""
     folder = tmp_path_factory.mktemp("on")
     return request.param, megatron_says(request.param, SUPPORT / "context_losses.py", folder, **ALL_ON)
 
@@ -52,7 +52,7 @@ def test_upstream_weighs_a_token_more_where_a_rank_has_fewer(off: Any) -> None:
         assert max(rank["last third"][1] for rank in every) > 0.005
         lone = (
             1 / 2 / 3 * (1 - 1 / int(ranks))
-        )  # two sequences, three microbatches: what one rank gives it, less an n-th
+        )  # two sequences, three microbatches: the weight that one rank gives it, less an n-th
         assert max(rank["one alone"][1] for rank in every) == pytest.approx(lone)
         assert max(max(rank["all"]) for rank in every) < ROUNDING
     assert max(max(rank[ALONE]["apart"]["last third"]) for rank in off["ranks"]) < ROUNDING
@@ -108,7 +108,7 @@ def test_the_loss_is_divided_in_place_and_the_rank_s_own_count_is_handed_on(on: 
 
 
 def test_a_model_s_own_group_is_the_one_that_is_asked(on: tuple[str, Any], off: Any) -> None:
-    """This one's two ranks hold the same parts, so what upstream does is right."""
+    """The two ranks of the model's own group hold the same parts, so upstream's mean is right."""
     _, found = on
 
     for with_it, alone in zip(found["ranks"], off["ranks"], strict=True):

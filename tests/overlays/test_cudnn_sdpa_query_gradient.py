@@ -150,7 +150,7 @@ def test_a_compiled_graph_serves_all_lengths_at_which_cudnn_may_fail(
         torch.randn(1, 2, rows, 16, dtype=torch.bfloat16, requires_grad=True) for rows in (192, 320, 448, 256, 200)
     ]
     expected = [attended(each) for each in given]
-    for device in ("cuda", "cpu"):  # the CPU is no GPU, and then stands for one
+    for device in ("cuda", "cpu"):  # the CPU as a device without the defect, and then as one with it
         monkeypatch.setattr(overlay, "_DEVICE", device)
         assert all(torch.equal(compiled(each), right) for each, right in zip(given, expected, strict=True))
     assert ["CUDNN" in each for each in graphs] == [False, True, False]

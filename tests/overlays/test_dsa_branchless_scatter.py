@@ -1,4 +1,4 @@
-"""The scatter of top-k indices into the DSA index mask: branchless, and bit for bit what the eager original writes."""
+"""The scatter of top-k indices into the DSA index mask: branchless, with the bits of the eager original."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_it_compiles_into_one_graph(scatter: Scatter) -> None:
     assert torch.equal(compiled, eager)
 
 
-# Two locks: what the text does not show, the loaded function does
+# Two locks: the witness and the self-test run the loaded function, in addition to the probe of its text
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType, part: Overlay) -> None:

@@ -59,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run what asks for a tree on releases and on every given tree; `with_loss` is for those with a backward."""
+    """Run tests with `indexer_tree` on releases and on every given tree, those with `with_loss` on releases with a backward."""
     if "indexer_tree" in metafunc.fixturenames:
         marks = metafunc.definition.iter_markers("usefixtures")
         with_loss = {"with_loss", "with_known_loss"}
@@ -122,7 +122,7 @@ def with_known_loss(with_loss: None, indexer_tree: SourceTree) -> None:
 
 
 def options(module: ModuleType) -> list[dict[str, bool]]:
-    """Return what this version lets its callers choose about the relu."""
+    """Return the choices of `use_relu` that this version gives its callers."""
     code = getattr(module, feature.SCORES, None)
     return [{"use_relu": True}, {"use_relu": False}] if code and "use_relu" in signature(code) else [{}]
 
@@ -134,7 +134,7 @@ def signature(function: Any) -> list[str]:
 
 
 def assert_alike(found: list[Any], expected: list[Any], *, tolerance: float = 2e-6, typical: float = 0.0) -> None:
-    """Compare in the Euclidean norm, relative to what is expected, or to numbers of a typical size if they are larger."""
+    """Assert a small Euclidean distance, relative to the expected tensor, or to one of typical numbers if that is larger."""
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert one.shape == other.shape
@@ -360,7 +360,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "a query that sees nothing": {"varlen_ends": torch.tensor([1, 2, 3, 3, 5, 6, 9])},
     "bare products": {"use_relu": False},
 }
-"""Sparse losses of attention whose heads share their keys, beside `over_chosen_keys`."""
+"""Arguments of sparse losses of attention whose heads share their keys, in addition to `over_chosen_keys`."""
 
 
 def over_chosen_keys(queries: int = 7, keys: int = 9) -> dict[str, Any]:
@@ -504,7 +504,7 @@ def test_two_threads_may_go_backward_at_once(upstream: ModuleType, patched: Modu
 
 
 def without_loss(tree: SourceTree, module: ModuleType) -> Any:
-    """Put in the seams that do where the body of the loss is not known; return what takes them out."""
+    """Install the seams for a release whose loss has an unknown body, and return the function that undoes them."""
     return install(OVERLAY, WITHOUT_LOSS[shape_of(tree)], module)
 
 
@@ -574,7 +574,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the device of the keys has the kernel: what it is held to computes."""
+    """Pretend that the device of the keys has the kernel, so that its reference computes."""
     monkeypatch.setattr(top_k, "has_kernel", lambda _device: True)
 
 

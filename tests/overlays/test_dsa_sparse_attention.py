@@ -233,7 +233,7 @@ def test_inputs_may_be_strided_and_given_by_name(upstream: ModuleType, patched: 
     )
 
 
-# What differs, as the notes say
+# Differences from upstream that the notes name
 
 
 def test_a_key_that_is_chosen_twice_counts_twice_and_once_upstream(upstream: ModuleType, patched: ModuleType) -> None:
@@ -483,7 +483,7 @@ def test_a_layer_builds_no_scores_of_all_keys(trained: dict[str, Any]) -> None:
         assert {way: each["all scores"] for way, each in ways.items() if way != loss} == dict.fromkeys(
             set(ways) - {loss}, 0
         )
-        assert ways[loss]["all scores"] < without[loss]["all scores"]  # what is left is the loss's own
+        assert ways[loss]["all scores"] < without[loss]["all scores"]  # the rest is the loss's own
 
 
 def test_calls_that_a_backend_declines_are_served_by_the_overlays(trained: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Optimizers with the overlay: experts of all tensor parallel ranks are in the gradient norm, where ranks do not share them.
 
-Cases of pack 55 run on releases, in a process of its own for each; what they cannot show is asked of both functions in this process.
+Cases of pack 55 run on releases, each in a process of its own. Further tests call both functions in this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured)
 
 
-# In this process: the functions of the newest release, which say of a parameter what those of 0.18.2 do
+# In this process: the functions of the newest release, which give the same answers as those of 0.18.2
 
 
 module = stock(TARGET.module)
@@ -41,7 +41,7 @@ module = stock(TARGET.module)
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """Let this process be the second rank of two, of which so many share an expert; return the group of both."""
+    """Make this process the second of two ranks, with the given number of ranks to an expert, and return the group of both."""
     found = importlib.import_module("megatron.core.parallel_state")
 
     def of(sharing: int) -> Any:

@@ -1,4 +1,4 @@
-"""Resumed expert ranks with the overlay: each draws what it would have drawn had it gone on.
+"""Resumed expert ranks with the overlay: each draws the same numbers as in a run without an interruption.
 
 Cases of pack 52 run on releases, in a process of its own for each; everything else runs on the newest one, in ranks that are forked from this process.
 """
@@ -60,7 +60,7 @@ def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Nei
 
 
 def drawn(found: dict[str, list[float]], when: str) -> list[float]:
-    """Return what each rank draws from its stream of experts."""
+    """Return the number that each rank draws from its stream of experts."""
     return [found[f"rank {rank}, {when}, {PACK.EXPERT}"][0] for rank in range(2)]
 
 

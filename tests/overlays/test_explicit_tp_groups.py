@@ -1,6 +1,6 @@
-"""Real layers on explicit tensor parallel groups with the overlay: each does what it does on one rank.
+"""Real layers on explicit tensor parallel groups with the overlay: each has the results of one rank.
 
-What is measured is in `explicit_groups.py`, which runs in a process of its own for each release, and forks four ranks.
+The measurements are in `explicit_groups.py`, which runs in its own process for each release and forks four ranks.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ WAYS = {
     **dict.fromkeys(("0.14.0", "0.15.3", "0.16.1", "0.18.2"), _FIRST | {"combined"}),
     **dict.fromkeys(("0.17.1", NEWEST), _FIRST | {"combined", "predictions"}),
 }
-"""The first words of what a release can do."""
+"""First words of the names of ways that a release has."""
 ROUNDING = 1e-5
 """Relative, of the largest value, in fp32."""
 FORWARD_IS_RIGHT = {"cross attention", "predictions", "layers"}
-"""What upstream gets wrong backwards alone."""
+"""Ways whose forward pass is right upstream, and only the backward pass is wrong."""
 
 
 @pytest.fixture(scope="module", params=weekly(*RELEASES))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay and without it."""
+    """A release, and its results with the overlay and without it."""
     version, folder = request.param, tmp_path_factory.mktemp("ranks")
     script = SUPPORT / "explicit_groups.py"
     return version, megatron_says(version, script, folder, "crossed", "default")
 
 
 def each_way(found: Any, layout: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield each way with what every rank found."""
+    """Yield each way with the results of all ranks."""
     for name in found[layout][0]:
         yield name, [each[name] for each in found[layout]]
 
@@ -86,7 +86,7 @@ def test_with_it_every_rank_has_its_share_of_what_one_rank_does(measured: tuple[
 
 
 def test_it_has_the_bits_of_the_same_layer_on_default_groups(measured: tuple[str, Any]) -> None:
-    """Ranks 0 and 2 have on crossed pairs what 0 and 1 have on default ones, and 1 and 3 what 2 and 3 have."""
+    """On crossed pairs ranks 0 and 2 have the bits of ranks 0 and 1 on default pairs, and 1 and 3 those of 2 and 3."""
     _, found = measured
     crossed, default = found["on"]["crossed"], found["on"]["default"]
 

@@ -1,4 +1,4 @@
-"""Float16Module with the overlay: what is exempt keeps everything, the rest is cast as upstream casts it."""
+"""Float16Module with the overlay: exempt tensors stay as they are, and all others are cast as upstream casts them."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_cast_that_fails_half_way_puts_everything_back(wrap: Callable[..., Any
 
 def test_a_module_with_an_apply_of_its_own_finds_its_parameters(wrap: Callable[..., Any]) -> None:
     class Careful(torch.nn.Module):
-        """Somebody's own way around the cast, which must not break on ours."""
+        """A third-party module that avoids the cast with its own `_apply`, which the overlay must not break."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -352,7 +352,7 @@ def test_a_replaced_cast_of_torch_is_what_runs(wrap: Callable[..., Any], monkeyp
     assert (model.bias.dtype, model.weight.dtype) == (torch.float32, torch.bfloat16)
 
 
-# What is declared, and how.
+# Declarations of exempt tensors and classes.
 
 
 def test_a_class_can_be_declared_by_name(wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +549,7 @@ def test_any_tree_ends_as_upstreams_cast_except_for_what_is_exempt(module: Modul
         assert torch.equal(value.detach(), wanted), name
 
 
-# What it needs, in a fresh interpreter.
+# The overlays that it needs, in a fresh interpreter.
 
 WHOLE_WAY = """
 import warnings
@@ -577,7 +577,7 @@ print(record.decision.value, record.shape, model.weight.dtype, model.weight[0, 0
 def test_without_an_overlay_that_saves_such_a_model_upstream_is_as_it_was(
     needed: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """Both optimizers are imported after `Float16Module`, or not at all: what they would be decides."""
+    """Both optimizers are imported after `Float16Module`, or not at all, so the decision is the one that they would get."""
     done = run_python(WHOLE_WAY, after=MEGATRON, MEGACPP_OVERLAYS_DISABLE=needed)
 
     seen = done.stdout.strip().splitlines()[-1]

@@ -231,7 +231,7 @@ def test_another_thread_keeps_its_device_meanwhile(mixer_module: ModuleType, mon
 
 @pytest.fixture(scope="module")
 def checkpoints() -> dict[str, str]:
-    """What became of A_log in each way through Megatron's dist_checkpointing: real files, on the CPU."""
+    """The A_log that comes back from each way through Megatron's dist_checkpointing: real files, on the CPU."""
     script = SUPPORT.joinpath("float16_mixer_checkpoints.py")
     done = warm_python.run(["-W", "ignore", script], os.environ, after=MEGATRON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Quantized query and key at the SparseMLA dispatcher: what upstream does with them, and what the seam does instead."""
+"""Quantized query and key at the SparseMLA dispatcher, upstream and with the seam."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_registered_kernel_is_not_asked_by_the_self_test(module: ModuleType, s
 
 @pytest.fixture
 def dispatch(module: ModuleType, kernel: Kernel) -> Any:
-    """A seam of its own: the one of the lane is kept when it is undone, and remembers what it said."""
+    """A fresh seam. The lane's seam is reused after an undo, and remembers the lines that it logged."""
     (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
     return replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
 
@@ -296,7 +296,7 @@ def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[...
     assert len(lines) == 1
 
 
-# What a seam must not break
+# Behaviour that a seam must not break
 
 
 @pytest.mark.unmeasured

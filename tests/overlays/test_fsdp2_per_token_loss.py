@@ -1,6 +1,6 @@
 """Torch FSDP2 with the overlay: gradients of losses that are sums of tokens are divided by the tokens of the global batch.
 
-The case of pack 68 runs on releases, in a process of its own for each; what it cannot show is asked of the wrappers in this process.
+The case of pack 68 runs on releases, each in a process of its own. Further tests call the wrappers in this process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Megatron-FSDP for a precision-aware optimizer with the overlay: gradients of replicas are summed over tensor parallel ranks.
 
-The case of pack 66 runs on releases, in a process of its own for each; what it cannot show is asked of the function in this process.
+The case of pack 66 runs on releases, each in a process of its own. Further tests call the function in this process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Megatron-FSDP with the overlay: with a sharded optimizer layers that add gradients to the buffer themselves add those of all microbatches.
 
-Cases of pack 71 run on releases, in a process of its own for each; what they cannot show is asked of the method in this process.
+Cases of pack 71 run on releases, each in a process of its own. Further tests call the method in this process.
 """
 
 from __future__ import annotations

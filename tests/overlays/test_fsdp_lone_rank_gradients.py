@@ -1,6 +1,6 @@
 """Megatron-FSDP with the overlay: gradients that one rank reduces are scaled once, and added up once, over any number of microbatches.
 
-Cases of pack 56 run on releases, in a process of its own for each; what they cannot show is asked of both functions in this process.
+Cases of pack 56 run on releases, each in a process of its own. Further tests call both functions in this process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def made(module: ModuleType, *buffers: Any, strategy: str = "optim_grads_params"
 
 
 def scaled(module: ModuleType, factor: Any, **settings: bool) -> tuple[float, Any]:
-    """Return what the module makes of a gradient of 1 before it is reduced, and by what it is reduced."""
+    """Return the value of a gradient of 1 after the module has scaled it, and the operation that reduces it."""
     import torch
 
     gradient = torch.ones(1)

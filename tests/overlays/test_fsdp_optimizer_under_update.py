@@ -73,7 +73,7 @@ def prepared(module: ModuleType, optimizer: Any) -> Any:
 
 
 def state_of(optimizer: Any) -> list[tuple[list[str], float]]:
-    """Return what a checkpoint would be loaded into: names of the state of each parameter, and how many steps it counts."""
+    """Return the state that a checkpoint would be loaded into: for each parameter its names and its number of steps."""
     return [(sorted(each), float(each.get("step", 0))) for each in optimizer.state.values()]
 
 
@@ -175,7 +175,7 @@ def test_state_that_was_there_already_is_kept(seam: ModuleType) -> None:
     assert all(map(torch.equal, updated(ours), updated(plain)))
 
 
-@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")  # upstream's own step is what torch means
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")  # torch warns of upstream's own step
 def test_a_scheduler_that_was_there_already_follows_the_optimizer(seam: ModuleType) -> None:
     plain, ours = (torch.optim.AdamW([parameter()], lr=0.25, weight_decay=0.1) for _ in range(2))
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (plain, ours)]

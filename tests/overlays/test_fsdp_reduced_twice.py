@@ -1,6 +1,6 @@
 """Megatron-FSDP with the overlay: gradients that are not sharded are reduced once, before the step, where reduction does not overlap.
 
-The case of pack 57 runs on releases, in a process of its own for each; what it cannot show is asked of the pipeline in this process.
+The case of pack 57 runs on releases, each in a process of its own. Further tests call the pipeline in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured)
 
 
-# In this process: what hooks of the newest release reduce
+# In this process: gradients that hooks of the newest release reduce
 
 
 module = stock(TARGET.module)

@@ -1,7 +1,7 @@
 """Fully reshardable checkpoints of a real DistributedOptimizer: gloo, one rank and more, through files.
 
-What is compared is each parameter's own state, put together from the shards that the ranks held, with what a checkpoint has
-under its name and with what other ranks hold that loaded it.
+Each parameter's own state, put together from the shards that the ranks held, is compared with the tensors of a checkpoint under
+its name and with the state of other ranks that loaded it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEIGHBOURS = ("float16-distributed-order", "float16-optimizer-state-ids")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], SimpleNamespace]:
-    """Return what ranks wrote without the overlay and with it, by how many ranks there were."""
+    """Return the checkpoints that ranks wrote without the overlay and with it, by the number of ranks."""
     done: dict[int, SimpleNamespace] = {}
 
     def of(size: int) -> SimpleNamespace:
@@ -153,8 +153,8 @@ SWITCHED_OFF = {"-".join(off): off for off in ((), NEIGHBOURS[:1], NEIGHBOURS[1:
 
 @pytest.fixture(scope="module")
 def beside_others(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Return what two ranks say that switch the neighbours off in turn."""
-    folder = tmp_path_factory.mktemp("beside-others")
+    """Return the answers of two ranks that switch off the neighbouring overlays in turn."""
+    folder = tmp_path_factory.mktemp("with-neighbours")
     plans = {}
     for name, off in SWITCHED_OFF.items():
         native = NEIGHBOURS[0] not in off  # a model of both kinds needs that one
@@ -258,7 +258,10 @@ RE_INITIALISED = "rows that were zeros and never trained are initialised"
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Vocabularies:
-    """Return what ranks said of what as many or others wrote: by checkpoint, and by the vocabulary that it was loaded into."""
+    """Return the errors of ranks that load checkpoints of as many or of other ranks.
+
+    They are keyed by checkpoint and by the vocabulary that it was loaded into.
+    """
     folder = tmp_path_factory.mktemp("vocabularies")
     written = {ranks: folder / f"of-{ranks}" for ranks in (1, 2)}
     for each in written.values():

@@ -1,6 +1,6 @@
 """Real language models on tensor parallel ranks with the overlay: the loss of gathered logits and its gradients are those of one rank.
 
-What is measured is in `reproduce.py` of pack 39, which runs in a process of its own for each release, and forks ranks.
+The measurements are in `reproduce.py` of pack 39, which runs in its own process for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RELEASES = ("0.14.0", "0.15.0", "0.16.1", "0.17.1", *WITH_HYBRIDS)
 
 @pytest.fixture(scope="module", params=weekly(*RELEASES))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> tuple[str, Any]:
-    """A release, and what it does with the overlay and without it."""
+    """A release, and its results with the overlay and without it."""
     return request.param, megatron_says(request.param, SUPPORT / "reproduced.py", "39")
 
 
@@ -73,7 +73,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
 
 
 def given(ranks: int, classes: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits of so many classes, and what upstream's method gets of them on the first of several ranks."""
+    """Return logits of so many classes, and the share of them that upstream's method gets on the first of several ranks."""
     (replacement,) = OVERLAY.replacements[TAKEN_FOR_A_SHARE]
     seen: list[torch.Tensor] = []
     method = replacement.make(lambda _, __, logits: seen.append(logits), ModuleType("any"))
@@ -90,7 +90,7 @@ def test_a_rank_takes_its_share_of_gathered_logits() -> None:
 
 
 def test_a_share_may_be_written_to() -> None:
-    """Upstream's cross entropy writes to its logits; what a model gathered is kept."""
+    """Upstream's cross entropy writes to its logits. The gathered logits of the model are unchanged."""
     logits, found = given(2, 8, vocab_size=8)
     before = logits.clone()
 

@@ -160,7 +160,7 @@ def test_a_failed_check_is_not_remembered(resolve: Resolver) -> None:
 
 
 class Compared(torch.overrides.TorchFunctionMode):
-    """Keep what the assertion compares with: a captured graph reads that memory with every replay."""
+    """Keep weak references to the tensors that the assertion compares with: a captured graph reads their memory on every replay."""
 
     def __init__(self) -> None:
         self.memory: list[Any] = []

@@ -1,6 +1,6 @@
 """Real layers of Megatron with the overlay: local CUDA graphs find all of their parameters, and nothing else is recomputed less.
 
-Graphs need a GPU. What one would capture is run here, and the release's own walk is asked which parameters it finds.
+Graphs need a GPU. Here the layers that a graph would capture are run, and the release's own walk shows which parameters it finds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OF_MLA = {
 
 @pytest.fixture(scope="module", params=daily(*BROKEN))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What layers of a release recompute with the overlay and without it, and what graphs of them do not find."""
+    """The modules that layers of a release recompute with the overlay and without it, and the parameters that graphs do not find."""
     return megatron_says(request.param, SUPPORT / "hidden_gradients.py")
 
 
@@ -74,7 +74,7 @@ def test_a_list_that_is_the_users_is_left_as_it_is(measured: Any) -> None:
 
 
 def module() -> Any:
-    """A module with the overlay's seam, in which a layer is what it was made with."""
+    """Return a module with the overlay's seam, whose layers keep their arguments and do nothing else."""
 
     class TransformerLayer:
         def __init__(self, config: Any, submodules: Any = None) -> None:

@@ -52,7 +52,7 @@ def verdict(tree: Path) -> Verdict:
 
 @pytest.fixture
 def report(dispatcher: Path, reports: dict[object, dict[str, Any]], run_python: Callable[..., Any]) -> Report:
-    """Return what `hopper_flce_report.py` saw on the tree of this test; a run with the same switches happens once."""
+    """Return the report of `hopper_flce_report.py` on the tree of this test. Each combination of switches runs once."""
     pytest.importorskip("triton")
 
     def run(**switches: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_every_other_device_keeps_upstream_s_answer(report: Report) -> None:
 
 
 def test_blackwell_keeps_the_entry_that_upstream_defines_once_its_kernels_are_imported(report: Report) -> None:
-    """It stands below `try: import`, and its parameters are those that the portable entry has."""
+    """Upstream defines the entry below `try: import`. Its parameters are those of the portable entry."""
     found, without_kernels = report(KERNELS="1"), report()
 
     assert found["decision"] == "active", found["reason"]

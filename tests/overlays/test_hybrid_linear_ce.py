@@ -257,7 +257,7 @@ def test_two_ranks_share_the_vocabulary(
             "the loaded code does not behave so",
         ),
     ],
-    ids=["layer", "scaled twice", "autograd function", "what calls it", "scale", "loss"],
+    ids=["layer", "scaled twice", "autograd function", "the caller", "scale", "loss"],
 )
 def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
     tmp_path: Path, run_python: Callable[..., Any], file: str, old: str, new: str, reason: str

@@ -1,4 +1,4 @@
-"""Real experts of Megatron with the overlay: what writes a latent begins as inner projections do, and nothing else is changed.
+"""Real experts of Megatron with the overlay: projections that write a latent are initialised as inner ones, and no others change.
 
 The cases and the neighbours of pack 33 run on releases, in a process of its own for each.
 """
@@ -69,7 +69,7 @@ def test_what_begins_all_second_projections_alike_fails_the_self_test(
 
 
 def constructed(part: Overlay, module: ModuleType, latent: int | None, parts: Any, *more: Any, **named: Any) -> Any:
-    """Return what upstream's constructor is given, after the configuration."""
+    """Return the arguments of upstream's constructor after the configuration."""
     seen: list[Any] = []
     (replacement,) = part.replacements[SCALED]
     constructor = replacement.make(lambda _, *args, **kwargs: seen.append((args, kwargs)), module)
@@ -83,7 +83,7 @@ def constructed(part: Overlay, module: ModuleType, latent: int | None, parts: An
 
 
 def test_an_expert_gets_every_other_argument_as_it_was_given(part: Overlay, module: ModuleType) -> None:
-    """The seam passes what it does not know on, in place or by name."""
+    """The seam passes unknown arguments on, by position or by name."""
     found = constructed(part, module, None, "parts", "more", name="name")
 
     assert found == (("parts", "more"), {"name": "name"})

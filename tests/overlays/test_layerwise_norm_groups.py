@@ -1,6 +1,6 @@
 """Layer-wise optimizers with the overlay: biases of all experts are in the gradient norm, and zeros are counted in them.
 
-Cases of pack 54 run on releases, in a process of its own for each; what they cannot show is asked of the constructor in this process.
+Cases of pack 54 run on releases, each in a process of its own. Further tests call the constructor in this process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Liger's fused linear cross entropy with the overlay: an output layer learns from hidden states that want no gradient.
 
-The case and the neighbours of pack 58 run on releases, in a process of its own for each; what they cannot show is asked of the seams in this process.
+The case and the neighbours of pack 58 run on releases, each in a process of its own. Further tests call the seams in this process.
 """
 
 from __future__ import annotations

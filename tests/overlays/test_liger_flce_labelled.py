@@ -86,7 +86,7 @@ def served(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield name, reduction, result
 
 
-def beside(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+def compared_with_upstream(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     """Yield name, reduction, our outcome and upstream's, where upstream runs."""
     for name, reduction, result in served(found):
         theirs = found["off"][name][reduction]
@@ -101,7 +101,7 @@ def test_losses_and_gradients_are_right_for_every_reduction(report: Report, case
     assert (found["decision"], found["shape"]) == ("active", EVERY_TOKEN)
     for name, reduction, result in served(found):
         assert "raised" not in result, (name, reduction, result)
-        wrong = {what: error for what, error in result["errors"].items() if not error < limit(name)}
+        wrong = {tensor: error for tensor, error in result["errors"].items() if not error < limit(name)}
         assert wrong == {}, (name, reduction)
 
 
@@ -110,7 +110,7 @@ def test_outputs_have_upstream_s_types_and_accuracies_and_z_losses_its_values(
     report: Report, cases_of: CasesOf, version: str
 ) -> None:
     compared = 0
-    for name, reduction, ours, theirs in beside(report(version, cases_of(version))):
+    for name, reduction, ours, theirs in compared_with_upstream(report(version, cases_of(version))):
         assert ours["kinds"] == theirs["kinds"], (name, reduction)
         for mine, other in zip(ours["others"], theirs["others"], strict=True):
             assert (mine is None) == (other is None), (name, reduction)
@@ -286,9 +286,9 @@ def test_on_a_gpu_errors_are_as_small_as_upstream_s(
     found = releases.report(run_python, version, ONCE, device="cuda", scale=48, memory=memory, **ON)
 
     assert found["decision"] == "active"
-    compared = list(beside(found))
+    compared = list(compared_with_upstream(found))
     assert len(compared) > 60
     for name, reduction, ours, theirs in compared:
-        for what, error in ours["errors"].items():
-            if (name, what) != ("frozen input", "weight"):
-                assert error <= max(NEAR * theirs["errors"][what], limit(name) / 5), (name, reduction, what)
+        for tensor, error in ours["errors"].items():
+            if (name, tensor) != ("frozen input", "weight"):
+                assert error <= max(NEAR * theirs["errors"][tensor], limit(name) / 5), (name, reduction, tensor)

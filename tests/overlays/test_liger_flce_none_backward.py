@@ -102,7 +102,7 @@ def check(result: dict[str, Any], name: str, *, decision: str = "active") -> Non
         limit = UPSTREAM_TANH  # the hardware's approximate one
     limits = dict.fromkeys(result["errors"], limit)
     assert result["problems"] == []
-    assert {what: error for what, error in result["errors"].items() if not error < limits[what]} == {}
+    assert {tensor: error for tensor, error in result["errors"].items() if not error < limits[tensor]} == {}
 
 
 def each_case(device: str) -> Any:
@@ -114,11 +114,11 @@ each_release = pytest.mark.parametrize("version", daily(*ACTIVE, older=OLDER))
 
 
 def test_one_release_of_every_recorded_form_is_run() -> None:
-    """What else stands beside the kernel does not count: 0.5.5 has the one of 0.5.4."""
+    """Other code of the kernel's module does not count: 0.5.5 has the kernel of 0.5.4."""
     record = forms.record("liger-flce-none-backward", feature.MODULE)
-    beside = record.places.index("liger_kernel.ops.cross_entropy:")
+    rest = record.places.index("liger_kernel.ops.cross_entropy:")
     repaired = [each for each in record.forms if each.shape in OVERLAY.replacements]
-    parts = {each.trees: (*each.digests[:beside], *each.digests[beside + 1 :]) for each in repaired}
+    parts = {each.trees: (*each.digests[:rest], *each.digests[rest + 1 :]) for each in repaired}
     run = {parts[each.trees] for each in repaired if ACTIVE.keys() & {*each.trees}}
 
     assert run == {*parts.values()}
@@ -416,7 +416,7 @@ print(memory._chosen, memory._room_was_found)
     assert done.stdout == "None None\n"
 
 
-# What the loaded code must look like, on stand-ins of our own.
+# Requirements on the loaded code, on stand-ins of our own.
 
 
 def stand_in(backward: Callable[..., Any], **more: object) -> ModuleType:
@@ -427,7 +427,7 @@ def stand_in(backward: Callable[..., Any], **more: object) -> ModuleType:
     class Function:
         @staticmethod
         def forward(ctx: Any, _input: Any, weight: Any, target: Any, bias: Any = None, ce_weight: Any = None) -> None:
-            """Take what upstream takes."""
+            """Take the arguments of upstream's function."""
 
     Function.backward = staticmethod(backward)  # type: ignore[attr-defined]
     vars(module).update({feature.FUNCTION: Function, feature.CORE_FORWARD: lambda x: x}, **more)

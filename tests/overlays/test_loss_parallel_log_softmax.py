@@ -40,7 +40,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    """What losses and neighbours come to in a process that has run no backward pass: ranks are its copies."""
+    """Results of losses and neighbours in a process that has run no backward pass, because ranks are forked from it."""
     return answer_of("loss_parallel_ranks.py")
 
 

@@ -67,7 +67,7 @@ OF_A_ROW = TOKENS * HEADS * WIDTH * STATE // CHUNK
 
 
 class Upstream:
-    """Stands for upstream's two passes, and remembers what they were called with."""
+    """Stand-in for upstream's two passes that records their arguments."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -300,7 +300,7 @@ def test_a_norm_of_no_rows_is_upstream_s_own_call() -> None:
     assert seams._make_norm_forward(original, ModuleType("target"))(nothing, None) == (nothing, None)
 
 
-# What the witness and the self-test see
+# The witness and the self-test
 
 
 def scanning() -> ModuleType:

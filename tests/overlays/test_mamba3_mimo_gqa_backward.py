@@ -115,7 +115,7 @@ def inputs(
 
 
 def arguments(given: Inputs, dout: torch.Tensor) -> tuple[Any, ...]:
-    """Return what the backward functions take before `cu_seqlens`; our kernels read the log decay from `dA_cs`."""
+    """Return the arguments of the backward functions before `cu_seqlens`. Our kernels read the log decay from `dA_cs`."""
     q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_o, angles, d, z = given
     return (
         *(dout, q, k, v, q_bias, k_bias, mimo_v, mimo_o, z, mimo_z, angles, adt, adt, dt, trap, d, adt),
@@ -213,7 +213,7 @@ def test_heads_with_a_copy_of_their_groups_tensor_get_the_same_gradients(
         assert one.equal(other.float().unflatten(3, (2, 4)).sum(4).to(dtype))
 
 
-# What is upstream's stays upstream's
+# Calls that stay upstream's
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
@@ -249,12 +249,12 @@ def test_other_cases_reach_upstream_untouched(patched: ModuleType, part: Overlay
 
     def upstreams(dout: Any, q: Any, k: Any, v: Any, *rest: Any, cu_seqlens: Any = None) -> str:
         seen.extend([dout, q, k, v, *rest, cu_seqlens])
-        return "what upstream returns"
+        return "upstream's result"
 
     given = inputs(groups, heads=4, sequence=12)
     passed = arguments(given, wave(given.v))
 
-    assert remade(part, upstreams)(*passed, cu_seqlens=BOUNDS) == "what upstream returns"
+    assert remade(part, upstreams)(*passed, cu_seqlens=BOUNDS) == "upstream's result"
     assert all(one is other for one, other in zip(seen, [*passed, BOUNDS], strict=True))
 
 

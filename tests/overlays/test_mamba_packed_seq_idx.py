@@ -1,4 +1,4 @@
-"""A real MambaMixer on packed rows with the overlay: each document gets what it gets alone, and the caller keeps what it gave."""
+"""A real MambaMixer on packed rows with the overlay: documents have the results that each has alone. Arguments do not change."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OF_UPSTREAM = ("padded", "one document")
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    """What a mixer of the newest release makes of packed rows, with the overlay and without it."""
+    """Results of a mixer of the newest release on packed rows, with the overlay and without it."""
     ways = {
         "on": start("packed_mixer_facts.py", *PACKINGS),
         "off": start("packed_mixer_facts.py", *OF_UPSTREAM, **OFF),
@@ -252,12 +252,12 @@ def test_the_numbers_are_those_that_upstream_computes_from_total_tokens(
     params = upstream_module("megatron.core.packed_seq_params").PackedSeqParams
     bounds = torch.tensor([0, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
     tokens = int(bounds[-1]) + tail
-    told = params(cu_seqlens_q=bounds, total_tokens=tokens)
+    expected = params(cu_seqlens_q=bounds, total_tokens=tokens)
 
     found = _with_seq_idx(params(cu_seqlens_q=bounds), torch.empty(tokens, 1, 1))
 
-    assert torch.equal(found.seq_idx, told.seq_idx)
-    assert found.seq_idx.dtype is told.seq_idx.dtype
+    assert torch.equal(found.seq_idx, expected.seq_idx)
+    assert found.seq_idx.dtype is expected.seq_idx.dtype
 
 
 def test_padded_boundaries_come_first(module: ModuleType, mixer: Any, scanned: list[Any]) -> None:

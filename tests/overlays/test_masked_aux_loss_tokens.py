@@ -1,6 +1,6 @@
 """Real MoE routers under padding masks with the overlay: balancing losses on two ranks have the gradients of one.
 
-What is measured is in `masked_balances.py`, in a process of its own for each release, which forks ranks.
+The measurements are in `masked_balances.py`, which runs in its own process for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module", params=weekly(OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlays and without them."""
+    """Results of a release with the overlays and without them."""
     return megatron_says(request.param, SUPPORT / "masked_balances.py")
 
 
@@ -84,7 +84,7 @@ def test_packed_samples_are_balanced_as_a_batch_on_one_rank(measured: Any) -> No
 
 
 def test_a_loss_over_data_parallel_ranks_is_divided_by_them_as_without_a_mask(measured: Any) -> None:
-    """Where losses are taken for each batch, what is learnt is averaged over them in the end, which gives the same."""
+    """If each batch has its own loss, gradients are averaged over the batches in the end, with the same result."""
     on, off = measured["on"], measured["off"]
 
     for mask in MASKS:

@@ -97,7 +97,7 @@ def test_what_a_tuner_left_out_before_is_left_out_still() -> None:
     seen: list[int] = []
 
     class Tuner(SimpleNamespace):
-        """What of a tuner the seam touches, and one that left something out before."""
+        """Stand-in for a tuner with the attributes that the seam uses, and with a pruning function of its own."""
 
     def of_old(configs: Any, _named: Any, **_more: Any) -> Any:
         return [each for each in configs if each.kwargs["BLOCK_H"] != 2]

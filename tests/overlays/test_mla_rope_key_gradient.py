@@ -1,6 +1,6 @@
 """A real MLA on tensor parallel ranks with the overlay: gradients are those of one rank, and replicas stay the same.
 
-What is measured is in `shared_keys.py`, which runs in a process of its own for each release, and forks ranks.
+The measurements are in `shared_keys.py`, which runs in its own process for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def measured(
     megatron_says: Callable[..., Any],
     grid_size: str,
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay and without it; on four ranks in the full tests alone."""
+    """A release, and its results with the overlay and without it. Only the full tests use four ranks."""
     version, folder = request.param, tmp_path_factory.mktemp("ranks")
     numbers = RANKS[version] if grid_size == "all" else RANKS[version][:1]
     return version, megatron_says(version, SUPPORT / "shared_keys.py", folder, *numbers)
 
 
 def each_way(found: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield each way with what every rank found."""
+    """Yield each way with the results of all ranks."""
     for ranks in found.values():
         for name in ranks[0].keys() - {ALONE}:
             yield name, [each[name] for each in ranks]

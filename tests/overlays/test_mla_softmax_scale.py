@@ -1,6 +1,6 @@
 """Multi-latent attention with the overlay: logits are scaled by the configured `softmax_scale`.
 
-Cases of pack 73 run real attentions; what they cannot show is asked of the function that builds cores, in this process.
+Cases of pack 73 run real attentions. Further tests call the function that builds cores in this process.
 """
 
 from __future__ import annotations

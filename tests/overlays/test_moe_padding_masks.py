@@ -67,7 +67,7 @@ def test_counts_without_a_mask_fail_the_self_test(modules: dict[str, ModuleType]
 
 
 def counted(tokens: int, given: Any, *, bias: bool = True, gradients: bool = True) -> Any:
-    """Return what upstream is given for a map of tokens and a mask."""
+    """Return the arguments that upstream's function gets for a map of tokens and a mask."""
     seen: list[Any] = []
     ((replacement,),) = COUNTS.replacements.values()
     count = replacement.make(lambda *all_of_it: seen.append(all_of_it[1:]), ModuleType("routers"))
@@ -112,13 +112,13 @@ OWN_ROWS = torch.zeros(TOKENS // RANKS, 2, 3)
 def handed_on(
     given: Any, *, rank: int = 1, states: Any = None, arrived: Any = None, embeds: bool = False, sequence: bool = True
 ) -> Any:
-    """Return the mask that a stage hands on.
+    """Return the padding mask that a pipeline stage passes on.
 
     Args:
-        given: the mask that it is given.
-        rank: of a tensor parallel group that is not the default one.
-        states: what the caller gives in the place of embeddings.
-        arrived: what the stage before sent.
+        given: the mask that the stage gets.
+        rank: the rank in a tensor parallel group that is not the default one.
+        states: the caller's tensor in the place of embeddings.
+        arrived: the tensor that the previous stage sent.
         embeds: whether it is the first stage.
         sequence: whether there is sequence parallelism.
     """

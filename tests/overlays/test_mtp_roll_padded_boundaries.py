@@ -1,6 +1,6 @@
 """Real rolls and the real loss of multi-token prediction on packed rows with the overlay: documents keep to themselves.
 
-What is measured is in `rolled_rows.py`, which runs in an interpreter of its own for each release, and forks ranks.
+The measurements are in `rolled_rows.py`, which runs in its own interpreter for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUNDING = 1e-6
 def off(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> Any:
-    """What the newest release does by itself."""
+    """Results of the newest release without the overlay."""
     return megatron_says(
         request.param, SUPPORT / "rolled_rows.py", tmp_path_factory.mktemp("off"), MEGACPP_OVERLAYS="off"
     )
@@ -43,7 +43,7 @@ def off(
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay."""
+    """A release, and its results with the overlay."""
     version: str = request.param
     return version, megatron_says(version, SUPPORT / "rolled_rows.py", tmp_path_factory.mktemp("on"))
 
@@ -83,7 +83,7 @@ def test_the_loss_and_its_gradients_are_those_of_each_document_s_own_labels(on: 
     if release == WITHOUT_LOSS:
         assert losses == [None] * len(losses)
     else:
-        assert max(each[what] for each in losses for what in ("weights apart", "activations apart")) < ROUNDING
+        assert max(each[key] for each in losses for key in ("weights apart", "activations apart")) < ROUNDING
 
 
 def test_two_context_parallel_ranks_get_their_shares_of_the_row_that_is_rolled(on: tuple[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Real losses of multi-token prediction on ranks with unequal tokens with the overlay: the mean over the tokens of all of them.
 
-What is measured is in `counted_tokens.py`, which runs in a process of its own for each release, and forks ranks.
+The measurements are in `counted_tokens.py`, which runs in its own process for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAKE = {each.symbol: each.make for each in OVERLAY.replacements[LOCAL]}
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
-    """A release, and what it does with and without the overlay, by context parallel ranks and then by rank."""
+    """A release, and its results with the overlay and without it, by context parallel ranks and then by rank."""
     version, folder = request.param, tmp_path_factory.mktemp("ranks")
     more = [] if version == NEWEST else ["briefly"]
     return version, megatron_says(version, SUPPORT / "counted_tokens.py", folder, *more, **ALL_ON)
 
 
 def each_way(found: Any, state: str) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yield each layout and each way with what all ranks found."""
+    """Yield each layout and each way with the results of all ranks."""
     layouts = [each for each in found["ranks"][0] if each != "alone"]
     for layout in layouts:
         for way in found["ranks"][0][layout].get(state, ()):
@@ -114,7 +114,7 @@ def test_what_is_logged_and_what_must_not_change_is_upstream_s_bit_for_bit(measu
 
 
 class Group:
-    """Stands for a group of ranks."""
+    """Stand-in for a process group."""
 
     def __init__(self, ranks: int = 2) -> None:
         self.ranks = ranks

@@ -1,6 +1,6 @@
 """Muon with the overlay: a gate and its values, and keys and values of multi-latent attention, are orthogonalized as matrices of their own.
 
-Cases of pack 69 take steps of the release; what they cannot show is asked of the function that makes the optimizer, in this process.
+Cases of pack 69 take steps of the release. Further tests call the function that makes the optimizer in this process.
 """
 
 from __future__ import annotations

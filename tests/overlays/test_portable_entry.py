@@ -91,7 +91,7 @@ def test_a_real_tree_computes_the_same_with_the_portable_entry(upstream_trees: l
             check(found[name], CASES[name])
 
 
-# What the public functions refuse. No kernel runs, so no interpreter is needed.
+# Arguments that the public functions refuse. No kernel runs, so no interpreter is needed.
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_a_gradient_of_another_shape_than_the_loss_is_refused(
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> dict[str, Any]:
-    """Return what `portable_entry_facts.py` found. It fails if drawn sizes, labels or blocks go wrong."""
+    """Return the results of `portable_entry_facts.py`. It fails if a drawn size, labels or blocks are wrong."""
     pytest.importorskip("triton")
     command = ["-W", "ignore", SUPPORT / "portable_entry_facts.py", grid_size]
     done = warm_python.run(
@@ -208,9 +208,9 @@ def test_a_gradient_that_arrives_at_an_ignored_token_is_nothing_whatever_it_is(f
 def test_kept_logits_come_through_upstream_s_autograd_function(facts: dict[str, Any]) -> None:
     """Three products with them: the logits, and the gradients of hidden states and weight.
 
-    Three blocks take 3 for the logits, and 3 for them again, 1 (the others are added to it) and 3 for the gradients; but
-    the last block of the forward pass is still there. What is kept is used up by the first backward pass. Where
-    something packs what autograd saves, as offloading does, another tensor comes back, without it.
+    Three blocks take 3 for the logits, and 3 for them again, 1 (the others are added to it) and 3 for the gradients. But
+    the last block of the forward pass is still there. The first backward pass uses up the kept logits. If saved tensors
+    are packed, as offloading does, autograd returns another tensor, which has no kept logits.
     """
     assert facts["products_of_a_step"] == {
         "kept": [1, 2],

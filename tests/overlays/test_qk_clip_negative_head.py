@@ -61,13 +61,13 @@ def repaired(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 @pytest.fixture
 def clip(modules: Mapping[str, ModuleType]) -> Iterator[Callable[[Any], None]]:
-    """What clips the weights of an attention with grouped queries, with the seam."""
+    """The method that clips the weights of an attention with grouped queries, with the seam."""
     with repaired(modules):
         yield modules[GROUPED.module].SelfAttention.clip_qk
 
 
 def attention(logits: Any, threshold: float = PACK.THRESHOLD, *, enabled: bool = True) -> Any:
-    """Return what of an attention with two groups of two queries is asked for."""
+    """Return a stand-in for an attention with two groups of two queries, with the attributes that clipping reads."""
     return SimpleNamespace(
         config=SimpleNamespace(qk_clip=enabled, qk_clip_threshold=threshold),
         core_attention=SimpleNamespace(current_max_attn_logits=logits),

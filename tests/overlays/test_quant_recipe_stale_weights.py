@@ -1,4 +1,4 @@
-"""Real Megatron modules with the overlay: layers that a recipe quantizes are told that a step begins.
+"""Real Megatron modules with the overlay: layers that a recipe quantizes get the flag that a step begins.
 
 The case and the neighbours of pack 36 run on releases, in a process of its own for each. The newest release tells layers itself.
 """

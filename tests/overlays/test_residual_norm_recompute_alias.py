@@ -1,4 +1,4 @@
-"""Real releases of Megatron with the overlay: what returns its input is recomputed, and computes what it does without recompute.
+"""Real releases of Megatron with the overlay: a function that returns its input has the same results with recompute as without.
 
 A norm with the contract of Transformer Engine's fused residual one is run by the real `CheckpointWithoutOutput` and in real transformer layers.
 """
@@ -25,7 +25,7 @@ OTHERS = ("nothing_of_the_input",)
 
 @pytest.fixture(scope="module", params=daily(*BROKEN))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any], grid_size: str) -> Any:
-    """What a release computes with the overlay and without it."""
+    """Results of a release with the overlay and without it."""
     storage = {"RESIDUAL_NORMS_STORAGE": "copied"} if grid_size == "few" else {}
     return megatron_says(request.param, SUPPORT / "residual_norms.py", **storage)
 
@@ -48,7 +48,7 @@ def test_a_release_without_such_a_norm_is_left_alone(megatron_says: Callable[...
 
 
 def made(*, kept: str) -> Any:
-    """A module whose checkpoint frees what is not to be kept."""
+    """Return a module whose checkpoint frees the outputs that are not to be kept."""
 
     class CheckpointWithoutOutput:
         def checkpoint(self, run: Callable[..., Any], states: Any) -> Any:

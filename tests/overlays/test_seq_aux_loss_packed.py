@@ -1,6 +1,6 @@
 """Real MoE layers on ranks of sequence parallelism with the overlay: packed samples are balanced as those of a batch.
 
-What is measured is in `packed_shards.py`, in a process of its own for each release, which forks ranks.
+The measurements are in `packed_shards.py`, which runs in its own process for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module", params=weekly(OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it, by ranks."""
+    """Results of a release with the overlay and without it, by the number of ranks."""
     others = {"MEGACPP_OVERLAY_MASKED_AUX_LOSS_TOKENS": "off"}  # pack 41 changes a batch under a mask, too
     answer = megatron_says(request.param, SUPPORT / "packed_shards.py", **others)
     assert answer["decisions"] == ["active"] * 3
@@ -104,14 +104,14 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Any, mo
 
 
 def seam(part: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a part puts in the place of a method, around another function."""
+    """Return a part's replacement of a method, made around another function."""
     made = {each.symbol.rpartition(".")[2]: each.make for each in part.replacements[IN_THE_SHARD]}[name]
     replacement: Callable[..., Any] = made(original, ModuleType("upstream"))
     return replacement
 
 
 class Plain:
-    """Stands for a router without the seam: its loss answers with the length, the samples and the shape of what it balances."""
+    """Stand-in for a router without the seam. Its loss returns the length, the samples and the shape of the scores."""
 
     coefficient = 0.5
 
@@ -127,13 +127,13 @@ class Plain:
 
 
 class Router(Plain):
-    """Stands for one with the seam."""
+    """Stand-in for a router with the seam."""
 
     _apply_seq_aux_loss = seam(OF_LOSS, "_apply_seq_aux_loss", Plain._apply_seq_aux_loss)
 
 
 class Experts:
-    """Stands for an MoE layer with the seam."""
+    """Stand-in for an MoE layer with the seam."""
 
     moe_layer_recompute = False
 
@@ -151,7 +151,7 @@ class Experts:
 
 
 class Recomputing(Experts):
-    """Stands for one that routes in the backward pass alone."""
+    """Stand-in for an MoE layer that routes in the backward pass alone."""
 
     moe_layer_recompute = True
 
@@ -186,7 +186,7 @@ def layer(
 
 
 def mlp_of(made: Any, rows: int = 2 * WIDTH, columns: int = 1, width: int | None = WIDTH, **given: Any) -> Any:
-    """Return what the MLP of a layer with the seams comes to: a word where upstream's own code gives rows an axis of samples."""
+    """Return the result of the MLP of a layer with the seams, or a word where upstream's code gives rows an axis of samples."""
 
     def upstream(self: Any, states: Any, params: Any) -> Any:
         states, *_, samples = unflatten(self, states, None, params)
@@ -213,7 +213,7 @@ def test_a_shard_of_several_samples_is_balanced_by_sample() -> None:
 
 
 class Sums(Plain):
-    """Stands for a router with the seam whose loss answers with what it balances."""
+    """Stand-in for a router with the seam whose loss returns the scores that it balances."""
 
     _apply_seq_aux_loss = seam(OF_LOSS, "_apply_seq_aux_loss", lambda _, probs, scores, *others: scores)
 
@@ -310,7 +310,7 @@ def test_what_a_layer_says_ends_with_its_call() -> None:
     assert made.mlp.route(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
     assert (
         pickle.loads(pickle.dumps(copy.deepcopy(vars(made.mlp.router)))) == {}
-    )  # nothing is left on what upstream saves
+    )  # nothing is left on the router that upstream saves
 
 
 def test_what_a_layer_says_ends_with_an_exception() -> None:

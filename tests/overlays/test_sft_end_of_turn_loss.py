@@ -1,6 +1,7 @@
 """Megatron's dataset of conversations with the overlay: ends of turns have a loss where padding is the same token, and padding has none.
 
-Cases and neighbours of pack 67 run on releases, in a process of its own for each, and with a tokenizer of transformers in a lane that has it. What they cannot show is asked of the dataset in this process.
+Cases and neighbours of pack 67 run on releases, each in a process of its own, and with a tokenizer of transformers in a lane that has it.
+Further tests read the dataset in this process.
 """
 
 from __future__ import annotations

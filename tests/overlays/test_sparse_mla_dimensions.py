@@ -1,4 +1,4 @@
-"""Absorbed attention that the TileLang backend declines, with the seam and without, beside the seam of pack 03 and without it."""
+"""Absorbed attention that the TileLang backend declines, with the seam and without it, each with the seam of pack 03 and without."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def inputs(heads: int, dim: int, dtype: torch.dtype = BF16, keys: int = KEYS) ->
 
 
 def choices(slots: int, keys: int = KEYS) -> Any:
-    """Return what an indexer gives a backend: keys up to the place of a query, -1 for the rest."""
+    """Return the choices that an indexer gives a backend: keys up to the place of a query, -1 for the rest."""
     generator = torch.Generator().manual_seed(2)
     chosen = torch.rand((BATCH, ROWS, keys), generator=generator).topk(min(slots, keys)).indices
     chosen = torch.nn.functional.pad(chosen, (0, slots - chosen.size(-1)), value=-1)
@@ -91,7 +91,7 @@ DIMENSIONS = {
 }
 
 
-# What is declined
+# Calls that upstream's backend declines
 
 
 @pytest.mark.parametrize(("heads", "dim", "channels", "slots"), DIMENSIONS.values(), ids=DIMENSIONS)
@@ -175,7 +175,7 @@ def test_everything_else_is_declined_as_before(changed: dict[str, Any], patched:
     assert getattr(patched, feature.FUNCTION)(**{**given, **changed}) is None
 
 
-# Beside pack 03, which replaces the dispatcher
+# Together with pack 03, which replaces the dispatcher
 
 RELEASE = next(part for part in fp8.PARTS if part.target.module == feature.TARGET.module)
 SEAMS = {"03": (RELEASE, fp8_quantized_unwrap.GUARD_FOOLED), "02": (OVERLAY, feature.ONE_KERNEL)}

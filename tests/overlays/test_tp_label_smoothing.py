@@ -1,6 +1,6 @@
-"""Real cross entropy with label smoothing on tensor parallel ranks with the overlay: it is what one rank computes.
+"""Real cross entropy with label smoothing on tensor parallel ranks with the overlay: it is the one of a single rank.
 
-What is measured is in `smoothed_losses.py`, which runs in an interpreter of its own for each release, and forks ranks.
+The measurements are in `smoothed_losses.py`, which runs in its own interpreter for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HALF = 0.004
 
 @pytest.fixture(scope="module")
 def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]) -> Any:
-    """What the newest release does by itself."""
+    """Results of the newest release without the overlay."""
     folder = tmp_path_factory.mktemp("off")
     return megatron_says(newest(), SUPPORT / "smoothed_losses.py", folder, MEGACPP_OVERLAYS="off")
 
@@ -41,7 +41,7 @@ def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., A
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay."""
+    """A release, and its results with the overlay."""
     more = ["compiled"] if request.param == ANY_GROUP else []
     folder = tmp_path_factory.mktemp("on")
     return request.param, megatron_says(request.param, SUPPORT / "smoothed_losses.py", folder, *more, **ALL_ON)

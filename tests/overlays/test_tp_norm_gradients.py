@@ -1,6 +1,6 @@
 """Real layers with norms on tensor parallel ranks with the overlay: finalized gradients are those of one rank.
 
-What is measured is in `summed_norms.py`, which runs in a process of its own for each release, and forks ranks.
+The measurements are in `summed_norms.py`, which runs in its own process for each release and forks ranks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def measured(
     megatron_says: Callable[..., Any],
     grid_size: str,
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay and without it; on four ranks in the full tests alone."""
+    """A release, and its results with the overlay and without it. Only the full tests use four ranks."""
     version, folder = request.param, tmp_path_factory.mktemp("ranks")
     numbers = RANKS[version] if grid_size == "all" else RANKS[version][:1]
     return version, megatron_says(version, SUPPORT / "summed_norms.py", folder, *numbers)
 
 
 def each_way(found: Any) -> Iterator[tuple[str, int, list[Any]]]:
-    """Yield each way with the number of ranks, and with what every rank found."""
+    """Yield each way with the number of ranks and with the results of all ranks."""
     for ranks in found.values():
         for name in ranks[0]:
             yield name, len(ranks), [each[name] for each in ranks]
@@ -57,7 +57,7 @@ def norms(found: Any) -> dict[str, Any]:
 
 
 def is_wrong(name: str) -> bool:
-    """Return whether upstream does a way wrong: without sequence parallelism, but for norms of heads and what is averaged."""
+    """Return whether upstream is wrong in a way: those without sequence parallelism, except norms of heads and averaged ones."""
     return not ("sequence" in name or "heads" in name or "averaged" in name)
 
 
@@ -122,7 +122,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
 
 
 class Attention(torch.nn.Module):
-    """An attention that is called like Megatron's and may be one of somebody's own."""
+    """An attention with the name of Megatron's, which third-party subclasses may change."""
 
     __module__ = ATTENTION
     __qualname__ = "MLASelfAttention"
@@ -136,18 +136,18 @@ class Attention(torch.nn.Module):
 
 
 class Renamed(Attention):
-    """A class that changes nothing of what was read."""
+    """A subclass that changes no method."""
 
 
 class HandsOn(Renamed):
-    """A class that runs what was read, and looks on."""
+    """A subclass whose method calls the base's."""
 
     def get_query_key_value_tensors(self) -> None:
         return super().get_query_key_value_tensors()
 
 
 class Own(Attention):
-    """A class that norms what it likes."""
+    """A subclass that applies its norms in its own way."""
 
     def get_query_key_value_tensors(self) -> None: ...
 
@@ -161,18 +161,18 @@ class WithoutNorm(Attention):
 
 
 def shown(model: Any, **config: Any) -> tuple[Any, list[str]]:
-    """Return the chunk that upstream is given, and the names by which it is shown parameters, each with what it is said to be."""
+    """Return the chunk that upstream gets from the seam, and the names of the chunk's parameters."""
     seen: list[Any] = []
 
     def upstream(model: Any, config: Any, *more: Any) -> Any:
         seen.extend((model, config, more))
-        return "what upstream returns"
+        return "upstream's result"
 
     (replacement,) = OVERLAY.replacements[BY_NAME]
     utils = importlib.import_module("megatron.core.utils")
     reduce = replacement.make(upstream, SimpleNamespace(get_attr_wrapped_model=utils.get_attr_wrapped_model))
     settings = SimpleNamespace(**{"qk_layernorm": True, "sequence_parallel": False, "other": 3, **config})
-    assert reduce([model], settings, "group") == "what upstream returns"
+    assert reduce([model], settings, "group") == "upstream's result"
     (chunk,), given, more = seen
     assert more == ("group",)
     assert (given.other, given.sequence_parallel) == (3, settings.sequence_parallel)

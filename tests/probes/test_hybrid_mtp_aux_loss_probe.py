@@ -40,6 +40,9 @@ def test_what_goes_another_way_is_not_recognised(feature: object, text: str) -> 
 
 
 def test_an_older_module_that_knows_layers_of_a_prediction_is_not_absent() -> None:
-    texts = {stacks.TARGET.module: None, "megatron.core.ssm.mamba_block": "class MambaStack:\n    is_mtp_layer = False\n"}
+    texts = {
+        stacks.TARGET.module: None,
+        "megatron.core.ssm.mamba_block": "class MambaStack:\n    is_mtp_layer = False\n",
+    }
 
     assert ask(stacks.probe, Texts(texts)).verdict is Verdict.UNRECOGNISED
