@@ -50,7 +50,7 @@ def armed(upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyP
         ("mla and", "  may         'mla and' is no predicate", True),
     ],
 )  # fmt: skip
-def test_what_does_not_concern_a_model_is_counted_and_not_explained(
+def test_overlays_that_do_not_concern_a_model_are_counted_and_not_explained(
     armed: Callable[[str], None],
     config: Path,
     capsys: pytest.CaptureFixture[str],

@@ -63,7 +63,7 @@ def test_audit_exits_1_on_a_conflict_and_on_a_target_it_cannot_vouch_for(
     assert says in " ".join(capsys.readouterr().out.split())  # the table wraps its lines
 
 
-def test_a_target_beside_the_package_of_its_distribution_waits_where_another_package_is_missing(
+def test_a_target_next_to_the_package_of_its_distribution_waits_where_another_package_is_missing(
     upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upstream.write("import a_package_that_is_missing\n" + BROKEN_TEXT)
@@ -135,7 +135,7 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
         (["compare", "a", "b", "c"], "compare: error: unrecognized arguments: c\n"),
     ],
 )
-def test_of_what_is_misspelt_the_nearest_one_is_named(
+def test_the_nearest_name_to_a_misspelt_one_is_named(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -165,7 +165,7 @@ def test_ledger_prints_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureF
     [(BROKEN_TEXT, 0, "nothing is due here"), (FIXED_TEXT, 1, "double-fix: upstream doubles without adding one")],
     ids=["broken", "fixed"],
 )
-def test_ledger_says_what_can_be_deleted_here(
+def test_ledger_lists_overlays_that_can_be_deleted_here(
     upstream: Upstream, capsys: pytest.CaptureFixture[str], text: str, code: int, says: str
 ) -> None:
     upstream.write(text)
@@ -215,7 +215,7 @@ def test_a_command_that_is_not_about_its_own_process_arms_nothing_in_it(command:
 
 
 @pytest.mark.parametrize("command", [["--help"], ["--version"]])
-def test_help_is_given_whatever_the_settings_are(command: list[str]) -> None:
+def test_help_is_given_with_any_settings(command: list[str]) -> None:
     done = run("-m", "megacpp_overlays", *command, MEGACPP_OVERLAYS="atuo")
 
     assert (done.returncode, done.stderr) == (0, "")

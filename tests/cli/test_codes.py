@@ -63,14 +63,14 @@ def test_a_command_says_which_codes_it_gives_and_shows_how_it_is_called(name: st
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "run"])
-def test_examples_are_what_the_parser_takes(name: str) -> None:
+def test_examples_are_accepted_by_the_parser(name: str) -> None:
     for line in COMMANDS.choices[name].format_help().partition("examples:")[2].partition("exit codes:")[0].splitlines():
         words = shlex.split(line, comments=True)[1:]
         if words:
             PARSER.parse_args(words[: words.index(">")] if ">" in words else words)
 
 
-def test_help_lists_commands_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
 
@@ -81,7 +81,7 @@ def test_help_lists_commands_by_what_they_are_for(capsys: pytest.CaptureFixture[
     assert max(map(len, lane.partition("examples:")[0].splitlines())) < 80
 
 
-def test_what_needs_an_extra_has_a_code_of_its_own(
+def test_a_missing_extra_has_a_code_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
@@ -105,7 +105,7 @@ def test_a_shell_completes_every_command(shell: str, capsys: pytest.CaptureFixtu
     assert shell == "tcsh" or "--require" in out  # which knows options of commands not at all
 
 
-def test_bash_takes_the_completion_and_offers_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_takes_the_completion_and_offers_matching_words(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     cli.main(["completion", "bash"])
     script = capsys.readouterr().out

@@ -53,7 +53,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_an_error_is_a_sentence_with_the_nearest_name_whatever_its_case(
+def test_an_error_is_a_sentence_with_the_nearest_name_in_any_case(
     words: list[str], near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert near in refused(words, capsys)
@@ -64,7 +64,7 @@ def test_a_pack_is_found_by_the_id_of_its_overlay(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("48-scheduler-restore\n")
 
 
-def test_undoing_what_is_no_overlay_names_the_nearest() -> None:
+def test_undoing_an_unknown_overlay_names_the_nearest() -> None:
     with pytest.raises(
         RegistryError, match=r"^there is no overlay Scheduler-Restor; did you mean scheduler-restore\?$"
     ):
@@ -150,7 +150,7 @@ def test_a_matrix_over_files_needs_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["sweep", "matrix"])
-def test_asking_a_host_says_what_to_install(command: str) -> None:
+def test_without_its_extra_a_command_names_the_extra_to_install(command: str) -> None:
     done = without_http(command)
 
     assert done.returncode == ExitCode.MISSING_EXTRA
@@ -161,7 +161,7 @@ def test_asking_a_host_says_what_to_install(command: str) -> None:
 # --- n of m ---------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_n_of_m_with_an_estimate_from_what_is_done() -> None:
+def test_progress_is_n_of_m_with_an_estimate_from_finished_items() -> None:
     now = iter([0.0, 30.0, 180.0, 300.0])
     progress = Progress(3, clock=lambda: next(now))
 
@@ -172,7 +172,7 @@ def test_progress_is_n_of_m_with_an_estimate_from_what_is_done() -> None:
     ]
 
 
-def test_less_than_a_minute_is_told_in_seconds() -> None:
+def test_less_than_a_minute_is_shown_in_seconds() -> None:
     now = iter([0.0, 5.0])
 
     assert Progress(3, clock=lambda: next(now)).done("one") == "1 of 3: one; about 10 s left"

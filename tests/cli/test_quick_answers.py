@@ -67,7 +67,7 @@ def test_nothing_of_upstream_is_imported(words: list[str]) -> None:
         pytest.param(None, Mode.OFF, Decision.DISABLED, id="off"),
     ],
 )
-def test_files_tell_what_an_import_would_decide(
+def test_files_give_the_decision_of_an_import(
     upstream: Upstream, text: str | None, mode: Mode, decision: Decision
 ) -> None:
     if text is not None:
@@ -79,7 +79,7 @@ def test_files_tell_what_an_import_would_decide(
     assert upstream.module_name not in sys.modules
 
 
-def test_what_is_not_installed_is_absent(upstream: Upstream, tmp_path: Path) -> None:
+def test_a_distribution_that_is_not_installed_is_absent(upstream: Upstream, tmp_path: Path) -> None:
     missing = Upstream("not_here_at_all", tmp_path)
 
     [record] = quick.audit([missing.overlay()], Settings()).records
@@ -107,7 +107,7 @@ def test_a_gate_is_decided_as_when_a_process_arms(upstream: Upstream) -> None:
     assert record.decision is Decision.GATED
 
 
-def test_a_quick_audit_says_what_it_is_and_keeps_the_exit_codes(upstream: Upstream) -> None:
+def test_a_quick_audit_says_that_it_is_one_and_keeps_the_exit_codes(upstream: Upstream) -> None:
     env = environment(upstream)
     words = ("-m", "megacpp_overlays", "audit", "--quick")
 
@@ -122,7 +122,7 @@ def test_a_quick_audit_says_what_it_is_and_keeps_the_exit_codes(upstream: Upstre
 
 
 @pytest.mark.parametrize("word", ["--json", "--deep", "--witness", "double-fix"])
-def test_a_quick_audit_refuses_what_needs_an_import(upstream: Upstream, word: str) -> None:
+def test_a_quick_audit_refuses_options_that_need_an_import(upstream: Upstream, word: str) -> None:
     done = launch("-m", "megacpp_overlays", "audit", "--quick", word, env=environment(upstream))
 
     assert done.returncode == 2
@@ -132,7 +132,7 @@ def test_a_quick_audit_refuses_what_needs_an_import(upstream: Upstream, word: st
 # --- progress of an audit while it imports --------------------------------------------------------------------
 
 
-def test_an_audit_says_at_once_what_it_imports_and_counts_what_others_say(upstream: Upstream) -> None:
+def test_an_audit_names_its_imports_at_once_and_counts_lines_of_others(upstream: Upstream) -> None:
     noisy = "import sys, warnings\nwarnings.warn('old name')\nprint('loading kernels', file=sys.stderr)\n"
     upstream.write(noisy + BROKEN_TEXT)
     env = environment(upstream)
@@ -164,7 +164,7 @@ def test_an_overlay_is_explained_where_nothing_is_installed(tmp_path: Path) -> N
     assert "reproduce  megacpp-overlays repro 48" in done.stdout
 
 
-def test_one_that_is_off_is_explained_with_what_is_here(upstream: Upstream) -> None:
+def test_an_overlay_that_is_off_is_explained_with_the_finding_here(upstream: Upstream) -> None:
     env = environment(upstream, MEGACPP_OVERLAY_DOUBLE_FIX="off")
 
     done = launch("-m", "megacpp_overlays", "explain", "double-fix", env=env)
@@ -194,7 +194,7 @@ def test_settings_in_force_are_listed_with_the_mode(upstream: Upstream) -> None:
     assert found["plugins"] == {"double": "asked for"}
 
 
-def test_a_wrong_setting_is_told_and_so_is_the_rest(upstream: Upstream) -> None:
+def test_a_wrong_setting_is_reported_and_so_is_the_rest(upstream: Upstream) -> None:
     found = facts(upstream, MEGACPP_OVERLAYS="obsrve")
 
     assert (found["code"], found["mode"]) == (2, "")
@@ -205,7 +205,7 @@ def test_a_wrong_setting_is_told_and_so_is_the_rest(upstream: Upstream) -> None:
     assert found["version"]
 
 
-def test_a_plugin_that_is_not_there_is_told(upstream: Upstream) -> None:
+def test_a_plugin_that_is_not_there_is_reported(upstream: Upstream) -> None:
     found = facts(upstream, MEGACPP_OVERLAYS_PLUGINS="triple")
 
     assert found["code"] == 2

@@ -71,7 +71,7 @@ def test_the_launcher_runs_armed_and_knows_nothing_of_it(upstream: Upstream, env
     assert ours == {**plain, "double": 2, "armed first": True}
 
 
-def test_what_is_armed_is_said_once(upstream: Upstream, env: dict[str, str]) -> None:
+def test_armed_overlays_are_named_once(upstream: Upstream, env: dict[str, str]) -> None:
     launcher = write(upstream, "import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'], check=True)")
 
     _, _, stderr = ended(*MODULE, launcher, env={**env, "MEGACPP_OVERLAYS_LOG_LEVEL": "debug"})

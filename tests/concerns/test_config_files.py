@@ -76,7 +76,7 @@ def test_a_script_of_megatron_lm_decides_all_but_packing(answers: Callable[..., 
         ("size=8", "size ${TP:-8}", {"tensor_parallel"}),
     ],
 )
-def test_what_a_script_leaves_to_others_is_open(
+def test_values_that_a_script_leaves_to_others_are_open(
     answers: Callable[..., Answers], old: str, new: str, open_ones: set[str]
 ) -> None:
     assert SCRIPT.count(old) == 1
@@ -122,7 +122,7 @@ def test_an_argument_that_a_condition_adds_is_open_and_one_that_is_there_anyway_
     assert {"packed", "qk_clip"} == found["undecided"]
 
 
-def test_of_two_runs_in_a_script_what_both_say_counts(answers: Callable[..., Answers]) -> None:
+def test_only_values_that_both_runs_of_a_script_share_decide(answers: Callable[..., Answers]) -> None:
     found = answers(
         "python pretrain_gpt.py --bf16 --num-experts 8\npython pretrain_gpt.py --bf16 --context-parallel-size 2\n"
     )
@@ -156,7 +156,7 @@ FLAGS = "--bf16 --num-experts 8\n--tensor-model-parallel-size 2\n"
         ("MODEL_ARGS:\n  --bf16: true\n  --num-experts: 8\n  --tensor-model-parallel-size: 2\n", "model_config.yaml"),
     ],
 )
-def test_arguments_without_a_launcher_decide_what_no_launcher_changes(
+def test_arguments_without_a_launcher_decide_features_that_no_launcher_changes(
     answers: Callable[..., Answers], text: str, name: str
 ) -> None:
     found = answers(text, name)
@@ -182,7 +182,7 @@ YAML = """
 """
 
 
-def test_a_yaml_of_megatron_says_what_is_in_it(answers: Callable[..., Answers]) -> None:
+def test_a_yaml_of_megatron_decides_its_features(answers: Callable[..., Answers]) -> None:
     found = answers(YAML, "gpt_config.yaml")
 
     assert found["yes"] == {"experts", "half", "distributed_optimizer"}
@@ -196,7 +196,7 @@ def test_precision_that_a_recipe_sets_is_open(answers: Callable[..., Answers]) -
     assert "half" in answers(f"{text}mixed_precision: bf16_mixed\n", "run_config.yaml")["undecided"]
 
 
-def test_arguments_in_a_log_say_what_is_in_them(answers: Callable[..., Answers]) -> None:
+def test_arguments_in_a_log_decide_their_features(answers: Callable[..., Answers]) -> None:
     shown = {"qk_clip": "False", "num_experts": "None", "bf16": "True", "cuda_graph_impl": "none"}
     rows = "\n".join(f" 0:   {key} {'.' * (40 - len(key))} {value}" for key, value in shown.items())
     few = f"------------------------ arguments ------------------------\n{rows}\n" + "  lr ........ 0.1\n" * 10
@@ -207,7 +207,7 @@ def test_arguments_in_a_log_say_what_is_in_them(answers: Callable[..., Answers])
     assert {"mamba", "packed", "liger_loss", "hybrid"} <= answers(many, "run.log")["undecided"]
 
 
-def test_a_repr_says_what_is_in_it(answers: Callable[..., Answers]) -> None:
+def test_a_repr_decides_its_features(answers: Callable[..., Answers]) -> None:
     text = (
         "MLATransformerConfig(tensor_model_parallel_size=4, init_method=<function init_(std=0.02, a='b)') at 0x7f>, bf16=True, "
         "params_dtype=torch.bfloat16, cuda_graph_modules=[<A.attn: 1>, 'x, y'], qk_clip=False, fp16=False, ...)"
@@ -233,7 +233,7 @@ def test_a_repr_says_what_is_in_it(answers: Callable[..., Answers]) -> None:
         ("qwen3_next", {"gated_delta", "experts"}, {"mla", "dsa", "mamba", "mamba_mixer", "mamba3", "attention_sinks"}),
     ],
 )  # fmt: skip
-def test_a_model_of_transformers_says_what_it_is_made_of_and_nothing_of_its_training(
+def test_a_model_of_transformers_decides_its_architecture_and_nothing_of_its_training(
     answers: Callable[..., Answers], model: str, yes: set[str], no: set[str]
 ) -> None:
     """The files are as transformers 5.23.0 writes the configuration classes of these models, with fewer keys."""
@@ -262,7 +262,7 @@ def test_a_model_of_a_type_that_is_not_known_is_ruled_nothing_out(answers: Calla
         ("", "empty.yaml", "it holds no mapping of keys"),
     ],
 )
-def test_what_is_no_configuration_is_refused_with_the_kinds_that_are(
+def test_a_file_that_is_no_configuration_is_refused_with_the_kinds_that_are(
     tmp_path: Path, text: str, name: str, says: str
 ) -> None:
     (tmp_path / name).write_text(text)

@@ -112,7 +112,7 @@ def test_real_objects_of_a_process_decide_its_features(real: dict[str, Any]) -> 
 
 
 @pytest.mark.upstream
-def test_a_real_repr_decides_what_its_fields_decide(real: dict[str, Any]) -> None:
+def test_a_real_repr_decides_the_features_of_its_fields(real: dict[str, Any]) -> None:
     dense, latent = (real[name]["repr"] for name in ("dense", "latent"))
 
     assert {*latent["yes"]} == LATENT
@@ -131,7 +131,7 @@ PACKS = [f"{number:02}" for number in (21, 22, 23, 25, 30, 32, 33, 34, 36, 37, 3
 @pytest.mark.parametrize(
     "pack", [each if each == "34" else pytest.param(each, marks=pytest.mark.full) for each in PACKS]
 )
-def test_no_predicate_rules_out_what_the_reproducer_of_its_pack_builds(
+def test_no_predicate_rules_out_the_model_that_the_reproducer_of_its_pack_builds(
     pack: str, megatron_says: Callable[..., Any]
 ) -> None:
     """The defect shows with these objects, so a no would be wrong."""

@@ -66,7 +66,7 @@ def test_and_or_and_not_have_three_values() -> None:
     assert of_predicate("mla and no_such_feature", known) is UNDECIDED
 
 
-def test_a_no_and_an_undecided_say_what_they_rest_on() -> None:
+def test_a_no_and_an_undecided_name_their_evidence() -> None:
     known = configured(
         multi_latent_attention=False, sequence_parallel=True, tensor_model_parallel_size=2, num_moe_experts=4
     )
@@ -82,7 +82,7 @@ def test_a_no_and_an_undecided_say_what_they_rest_on() -> None:
 
 
 @pytest.mark.parametrize("text", ["mla and", "mla()", "mla > 1", "1", "__import__('os')"])
-def test_what_is_no_expression_of_features_is_refused(text: str) -> None:
+def test_a_text_that_is_no_expression_of_features_is_refused(text: str) -> None:
     with pytest.raises(RegistryError, match="is no predicate: it takes names of features"):
         of_predicate(text, configured())
 
@@ -120,7 +120,9 @@ SIGNS = {Vocabulary.CONFIG: "config", Vocabulary.ARGUMENTS: "arguments"}
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda each: each.name)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_what_is_not_known_is_never_ruled_out(vocabulary: Vocabulary, feature: Any, data: st.DataObject) -> None:
+def test_a_partial_configuration_never_rules_out_a_feature_that_is_on(
+    vocabulary: Vocabulary, feature: Any, data: st.DataObject
+) -> None:
     """A predicate is not "no" of a partial configuration of a run in which the feature is on.
 
     Keys may be missing, values in doubt, or keys unknown to every launcher.
@@ -160,7 +162,7 @@ def test_a_value_of_another_kind_decides_nothing(value: object) -> None:
     )
 
 
-def test_of_several_objects_what_all_say_counts() -> None:
+def test_only_values_that_all_objects_share_decide() -> None:
     two = possible({"tensor_model_parallel_size": (1,)}, {"tensor_model_parallel_size": (4,), "fp16": (False,)})
 
     assert two == {"tensor_model_parallel_size": (1, 4), "fp16": (False,)}

@@ -24,7 +24,7 @@ FEWEST = 35
 
 
 @pytest.mark.parametrize("lane", only(LANES, DAILY))
-def test_seams_take_what_upstream_s_functions_take_with_the_same_defaults(lane: str) -> None:
+def test_seams_take_the_arguments_of_upstream_s_functions_with_the_same_defaults(lane: str) -> None:
     python = ROOT / f".envs/{lane}/bin/python"
     assert python.exists(), f"there is no {python}: run `make setup`"
     installing = [each for each in LISTED if each.installs]

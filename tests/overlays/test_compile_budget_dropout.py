@@ -88,7 +88,9 @@ def test_keys_of_cached_graphs_are_their_own(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(
+    each: neighbour.Neighbour, module: ModuleType
+) -> None:
     assert_same_bits(each, CUT, module, DRAWN_AGAIN)
 
 

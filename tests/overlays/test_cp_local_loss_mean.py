@@ -71,7 +71,7 @@ def test_loss_and_gradients_are_those_of_whole_sequences(on: tuple[str, Any]) ->
                     assert max(off_by) < ROUNDING, (ranks, mask)
 
 
-def test_it_is_to_the_bit_what_a_loss_function_gets_that_sums_the_counts_itself(on: tuple[str, Any]) -> None:
+def test_it_has_the_bits_of_a_loss_function_that_sums_the_counts_itself(on: tuple[str, Any]) -> None:
     _, found = on
 
     for rank in found["ranks"]:
@@ -192,7 +192,7 @@ def test_a_self_test_answers_its_own_thread_alone(module: ModuleType) -> None:
     ],
     ids=["the loss", "the count", "the gradient"],
 )
-def test_what_spoils_one_of_its_numbers_fails_the_self_test(module: ModuleType, spoilt: Callable[..., Any]) -> None:
+def test_a_change_of_one_of_its_numbers_fails_the_self_test(module: ModuleType, spoilt: Callable[..., Any]) -> None:
     upstream = module.forward_step_calc_loss
     with placed(OVERLAY, OWN_COUNT, module):
         right = module.forward_step_calc_loss

@@ -48,7 +48,9 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(
+    each: neighbour.Neighbour, module: ModuleType
+) -> None:
     assert_same_bits(each, OVERLAY, module, STEPPED)
 
 
@@ -98,7 +100,7 @@ def test_a_checkpoint_that_is_loaded_into_the_state_is_in_the_optimizer(repaired
     assert optimizer.state[model.weight]["step"].item() == 7.0
 
 
-def test_what_a_partial_checkpoint_lacks_is_fresh(repaired: ModuleType) -> None:
+def test_state_that_a_partial_checkpoint_lacks_is_fresh(repaired: ModuleType) -> None:
     saved = get_optimizer_state_dict(*PACK.made())
     model, optimizer = PACK.made("Adam")
     del saved["state"]["bias"]

@@ -48,7 +48,9 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(
+    each: neighbour.Neighbour, module: ModuleType
+) -> None:
     assert_same_bits(each, OVERLAY, module, DROPPED)
 
 

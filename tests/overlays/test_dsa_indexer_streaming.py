@@ -255,7 +255,7 @@ def test_the_self_test_notices_wrong_scores_wrong_gradients_and_a_wrong_loss(
     assert not OVERLAY.self_test(patched).broken
 
 
-def test_it_works_in_whatever_state_the_importing_thread_is(patched: ModuleType) -> None:
+def test_it_works_in_any_state_of_the_importing_thread(patched: ModuleType) -> None:
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -546,7 +546,7 @@ def test_a_score_function_that_is_put_over_ours_cannot_go_unnoticed(newest: Sour
         trained(module, inputs_of(4, 6))
 
 
-def test_a_score_function_that_is_put_over_ours_is_what_loss_and_backward_see(newest: SourceTree) -> None:
+def test_loss_and_backward_call_a_score_function_that_replaces_ours(newest: SourceTree) -> None:
     module, (upstream, _) = indexer_of(newest), PAIRS[releases.newest()]
     installed(newest, module)
     calls = []
@@ -775,7 +775,7 @@ def test_a_mask_with_finite_numbers_counts_as_it_does_upstream() -> None:
     ],
     ids=["another dtype", "another size", "mask and bounds", "rows of another number"],
 )
-def test_what_upstream_refuses_is_refused(wrong: dict[str, Any]) -> None:
+def test_calls_that_upstream_refuses_are_refused(wrong: dict[str, Any]) -> None:
     scores, query, key = numbers(2, 7, 9), numbers(7, 2, 3, 5), numbers(9, 2, 3, 5)
     for module in PAIRS[releases.newest()]:
         with pytest.raises((AssertionError, ValueError, RuntimeError)):

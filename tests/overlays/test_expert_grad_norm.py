@@ -96,7 +96,7 @@ def test_a_parameter_that_says_that_it_is_a_part_counts_as_before(
 
 
 @pytest.mark.parametrize(("source", "known"), [(EXPERT, True), (LAYER, False), (SimpleNamespace(), False)])
-def test_only_a_copy_of_an_expert_is_told_so(repaired: ModuleType, source: Any, known: bool) -> None:
+def test_only_a_copy_of_an_expert_gets_the_flag(repaired: ModuleType, source: Any, known: bool) -> None:
     copied = SimpleNamespace()
 
     getattr(repaired, COPY)(copied, source)
@@ -104,7 +104,7 @@ def test_only_a_copy_of_an_expert_is_told_so(repaired: ModuleType, source: Any, 
     assert hasattr(copied, "allreduce") is known
 
 
-def test_what_a_copy_says_already_stays(repaired: ModuleType) -> None:
+def test_a_flag_that_a_copy_has_already_stays(repaired: ModuleType) -> None:
     copied = SimpleNamespace(allreduce=True)
 
     getattr(repaired, COPY)(copied, EXPERT)

@@ -34,7 +34,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured)
 
 
-def test_what_is_right_without_the_overlay_has_the_same_bits() -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits() -> None:
     command = [python_of("summer-2026"), "-W", "ignore", "-m", "megacpp_overlays", "repro", "64"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 

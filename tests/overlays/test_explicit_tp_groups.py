@@ -75,7 +75,7 @@ def test_upstream_is_wrong_on_groups_that_are_not_the_default_ones_in_silence(me
         assert (max(each["output"] for each in ranks) < ROUNDING) == (name in FORWARD_IS_RIGHT), name
 
 
-def test_with_it_every_rank_has_its_share_of_what_one_rank_does(measured: tuple[str, Any]) -> None:
+def test_with_it_every_rank_has_its_share_of_the_results_of_one_rank(measured: tuple[str, Any]) -> None:
     """Multi-latent attention of 0.13 learns its rotary keys from the heads of a rank, whatever its group: that is pack 25."""
     version, found = measured
 
@@ -189,7 +189,7 @@ def test_a_group_that_is_given_counts_and_groups_of_experts_are_others(helper: A
     assert seen == ["given", "default True", "default True"]
 
 
-def test_what_else_a_helper_is_given_goes_on_by_position_and_by_name() -> None:
+def test_other_arguments_of_a_helper_are_passed_on_by_position_and_by_name() -> None:
     def upstream(group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
         return group, is_expert, check_initialized
 
@@ -229,13 +229,15 @@ def test_a_note_is_of_its_thread(helper: Any, running: Any) -> None:
         ({"distribute_saved_activations": True, "fp8": None, "fp4": "e2m1"}, "default False"),
     ],
 )
-def test_only_what_megatron_itself_shares_out_has_a_note(helper: Any, config: dict[str, Any], noted: str) -> None:
+def test_only_tensors_that_megatron_itself_distributes_have_a_note(
+    helper: Any, config: dict[str, Any], noted: str
+) -> None:
     save = made(PLACED[feature.LAYERS.module], feature.STACK, 0, lambda _: helper(None))
 
     assert save(SimpleNamespace(config=SimpleNamespace(**config), tp_group="own")) == noted
 
 
-def test_what_is_recomputed_has_no_note_and_what_is_gathered_has_the_one_it_was_saved_with(helper: Any) -> None:
+def test_a_recomputation_has_no_note_and_a_gathered_one_has_the_note_it_was_saved_with(helper: Any) -> None:
     part, seen = PLACED[feature.CHECKPOINT.module], list[Any]()
 
     def upstream_forward(ctx: Any, run: Any, _distribute: bool, *args: Any) -> None:

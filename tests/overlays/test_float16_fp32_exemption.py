@@ -54,7 +54,7 @@ def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> No
 
 
 @pytest.mark.parametrize("each", NEIGHBOURS, ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(each: Neighbour, module: ModuleType) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(each: Neighbour, module: ModuleType) -> None:
     assert_same_bits(each, OVERLAY, module, BLANKET_CAST)
 
 
@@ -334,7 +334,7 @@ def test_the_witness_does_not_depend_on_defaults(module: ModuleType, dtype: torc
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_replaced_cast_of_torch_is_what_runs(wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_cast_of_torch_runs(wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine replaces these methods of torch.nn.Module."""
     calls = []
 
@@ -524,7 +524,7 @@ def tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @settings(deadline=None, max_examples=60)
 @given(tree=TREES, dtype=st.sampled_from(["bf16", "fp16"]))
-def test_any_tree_ends_as_upstreams_cast_except_for_what_is_exempt(module: ModuleType, tree: Any, dtype: str) -> None:
+def test_any_tree_ends_as_upstreams_cast_except_for_exempt_tensors(module: ModuleType, tree: Any, dtype: str) -> None:
     model, reference = grow(tree, []), grow(tree, [])
     before = dict(tensors(model))
     bits = {name: value.detach().clone() for name, value in before.items()}

@@ -167,7 +167,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(mixer_module:
     assert_self_test(OVERLAY, mixer_module, UNMARKED)
 
 
-def test_where_no_mixer_can_be_built_neither_stands_in_the_way(
+def test_witness_and_self_test_pass_where_no_mixer_can_be_built(
     upstream: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "HAVE_MAMBA_SSM", False)

@@ -188,7 +188,9 @@ def test_a_frozen_parameter_in_a_group_shifts_nothing(megatron: SimpleNamespace)
 
 
 @pytest.mark.parametrize("each", NEIGHBOURS, ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(each: Neighbour, megatron: SimpleNamespace) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(
+    each: Neighbour, megatron: SimpleNamespace
+) -> None:
     assert_same_bits(each, state_ids.OVERLAY, megatron.optimizer, FLOAT16_IDS)
 
 

@@ -108,7 +108,7 @@ def test_recipes_have_the_same_name_in_every_release(engine: SimpleNamespace) ->
     assert named == {name: expected[name] for name in named}
 
 
-def test_the_payload_is_found_under_whatever_name_it_has(engine: SimpleNamespace) -> None:
+def test_the_payload_of_each_class_is_found_under_its_own_name(engine: SimpleNamespace) -> None:
     elements = SHAPE[0] * SHAPE[1]
     expected = {
         "Float8Tensor": elements + 4,

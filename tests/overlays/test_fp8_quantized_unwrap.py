@@ -146,7 +146,7 @@ def test_where_upstream_declines_nothing_is_opened_without_a_kernel(module: Modu
     assert [each.opened for each in pair] == [0, 0]
 
 
-def test_what_upstream_declines_stays_declined(module: ModuleType, seam: Any, kernel: Kernel) -> None:
+def test_calls_that_upstream_declines_stay_declined(module: ModuleType, seam: Any, kernel: Kernel) -> None:
     query, key, _ = inputs()
     assert call(module, quantized(query), quantized(key), v_channels=64) is None
     assert kernel.got == []
@@ -254,7 +254,9 @@ def test_the_line_says_who_took_it(dispatch: Any, caplog: pytest.LogCaptureFixtu
     assert re.search(r"; handed as it is to .*fp8_kernel$", record.getMessage())
 
 
-def test_what_upstream_declined_is_not_said_to_have_lost_fp8(dispatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_upstream_declined_is_not_logged_as_a_loss_of_fp8(
+    dispatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     query, key, indices = inputs()
     opened = quantized(query)
     with caplog.at_level(logging.DEBUG, "megacpp_overlays"):

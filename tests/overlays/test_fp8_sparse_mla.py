@@ -57,6 +57,6 @@ def test_forgetting_a_kernel_does_not_touch_its_successor() -> None:
     forget_second()
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_an_object_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(RegistryError, match="must be callable, not 3"):
         fp8_sparse_mla.register(3)  # type: ignore[arg-type]

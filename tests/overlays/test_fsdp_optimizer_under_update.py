@@ -31,7 +31,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured)
 
 
-def test_what_is_right_without_the_overlay_has_the_same_bits(measured: Any) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(measured: Any) -> None:
     assert_neighbours_are_the_same(measured)
 
 
@@ -93,7 +93,7 @@ EVERY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_optimizer_of_torch_updates_as_if_nobody_had_prepared_it(seam: ModuleType, name: str) -> None:
+def test_every_optimizer_of_torch_updates_as_without_preparation(seam: ModuleType, name: str) -> None:
     make = getattr(torch.optim, name)
     plain, ours = (make([parameter()], lr=0.25, **EVERY[name]) for _ in range(2))
 
@@ -117,7 +117,7 @@ def test_upstream_makes_adam_s_first_update_too_small(module: ModuleType) -> Non
     assert torch.allclose(ratio, torch.tensor(FIRST_OF_ADAM), atol=1e-3)
 
 
-def test_settings_are_what_they_were_and_a_tensor_among_them_is_the_same_one(seam: ModuleType) -> None:
+def test_settings_keep_their_values_and_a_tensor_among_them_is_the_same_one(seam: ModuleType) -> None:
     rate = torch.tensor(0.25)
     optimizer = torch.optim.AdamW([parameter()], lr=rate, weight_decay=0.1, foreach=False)
     before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -231,7 +231,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
     ],
     ids=["the rate", "the count of the group", "a moment", "the state", "the step"],
 )
-def test_what_spoils_a_part_of_it_fails_the_self_test(seam: ModuleType, spoilt: Callable[[Any], Any]) -> None:
+def test_a_change_of_any_part_of_it_fails_the_self_test(seam: ModuleType, spoilt: Callable[[Any], Any]) -> None:
     right = seam.fully_shard_optimizer
 
     def spoiling(optimizer: Any, **how: Any) -> Any:

@@ -55,7 +55,9 @@ def test_the_self_test_sees_whether_hooks_reduce(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("shape", "strategies"), [(TWICE, {"optim", "no_shard"}), (OPTIMIZER, {"optim"})], ids=[TWICE, OPTIMIZER]
 )
-def test_hooks_leave_what_is_reduced_before_the_step(module: ModuleType, shape: str, strategies: set[str]) -> None:
+def test_hooks_leave_gradients_that_are_reduced_before_the_step(
+    module: ModuleType, shape: str, strategies: set[str]
+) -> None:
     every = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     (seam,) = OVERLAY.replacements[shape]
     made = seam.make(getattr(getattr(module, CLASS), METHOD), module)
@@ -65,6 +67,8 @@ def test_hooks_leave_what_is_reduced_before_the_step(module: ModuleType, shape: 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 @pytest.mark.parametrize("given", [{"overlap": True}, {"hybrid": True}], ids=["overlapping", "over outer ranks"])
-def test_hooks_reduce_what_nothing_else_does(module: ModuleType, strategy: str, given: dict[str, bool]) -> None:
+def test_hooks_reduce_gradients_that_nothing_else_reduces(
+    module: ModuleType, strategy: str, given: dict[str, bool]
+) -> None:
     with placed(OVERLAY, TWICE, module):
         assert reduces(getattr(getattr(module, CLASS), METHOD), strategy, **given)

@@ -120,7 +120,7 @@ def test_with_it_every_state_is_saved_under_the_name_of_its_parameter(
 
 
 @each_size
-def test_the_layout_that_wrote_a_checkpoint_reads_back_what_it_had(
+def test_the_layout_that_wrote_a_checkpoint_reads_its_own_state_back(
     written: Callable[[int], SimpleNamespace], size: int
 ) -> None:
     run = written(size)
@@ -344,7 +344,7 @@ def test_older_releases_are_as_wrong_and_are_repaired_alike(
 
 
 @each_size
-def test_the_command_tells_what_was_written_broken_from_its_files(
+def test_the_command_detects_broken_parameters_from_the_files(
     written: Callable[[int], SimpleNamespace], size: int
 ) -> None:
     run = written(size)
@@ -450,7 +450,7 @@ def nothing_but_zeros() -> Loading:
     return Loading(count=60, ahead=60)
 
 
-def test_nothing_but_zeros_is_a_sign_beside_a_weight_that_is_the_models() -> None:
+def test_nothing_but_zeros_is_a_sign_if_the_weight_is_the_models() -> None:
     with pytest.raises(CheckpointError, match=r"1 \(60 zeros at its end\)"):
         nothing_but_zeros().check()
 
@@ -468,12 +468,12 @@ def test_nothing_but_zeros_is_none_where_the_model_may_be_another() -> None:
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_a_short_parameter_is_told_by_the_numbers_ahead_of_its_zeros(fixed: bool) -> None:
+def test_a_short_parameter_is_detected_by_the_numbers_ahead_of_its_zeros(fixed: bool) -> None:
     with pytest.raises(CheckpointError, match=r"1 \(30 elements displaced\)"):
         Loading(count=60, ahead=30).check(fixed=fixed)
 
 
-def test_what_may_grow_is_said_by_the_sharded_tensors_of_a_load() -> None:
+def test_sharded_tensors_of_a_load_say_which_parameters_may_grow() -> None:
     state: dict[Any, Any] = {
         0: {"param": SimpleNamespace(allow_shape_mismatch=False)},
         1: {"param": SimpleNamespace(allow_shape_mismatch=True)},
@@ -491,7 +491,7 @@ def test_an_error_names_eight_and_counts_the_rest() -> None:
 
 
 @pytest.mark.parametrize("of", ["quantized", "another size", "no master"])
-def test_what_cannot_be_compared_is_not_refused(of: str) -> None:
+def test_parameters_that_cannot_be_compared_are_not_refused(of: str) -> None:
     class Quantized(torch.Tensor):
         pass
 

@@ -113,7 +113,7 @@ def test_padded_lengths_come_before_actual_ones(resolve: Resolver) -> None:
 # Inside a rehearsed capture
 
 
-def test_what_passed_in_the_warm_up_passes_without_a_read(resolve: Resolver) -> None:
+def test_lengths_that_passed_in_the_warm_up_pass_without_a_read(resolve: Resolver) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
 
     with graph_capture.rehearsal(), graph_capture.host_reads() as read:
@@ -124,7 +124,7 @@ def test_what_passed_in_the_warm_up_passes_without_a_read(resolve: Resolver) -> 
 
 
 @pytest.mark.parametrize("change", [{"total": 8}, {"cp_size": 2}], ids=["other total", "other ranks"])
-def test_it_passes_only_for_what_it_was_checked_for(resolve: Resolver, change: dict[str, int]) -> None:
+def test_lengths_pass_only_for_the_values_that_they_were_checked_for(resolve: Resolver, change: dict[str, int]) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
 
     with graph_capture.rehearsal(), pytest.raises(RuntimeError, match="run a warm-up pass first"):
@@ -171,7 +171,7 @@ class Compared(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_was_rewritten_with_other_lengths_is_refused_for_good(resolve: Resolver) -> None:
+def test_a_tensor_that_was_rewritten_with_other_lengths_is_refused_for_good(resolve: Resolver) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
     given_lengths[1] = 3
     warmed_up(resolve, given_lengths)
@@ -210,7 +210,7 @@ def test_more_documents_in_the_same_tensor_are_refused(resolve: Resolver) -> Non
 
 
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-def test_a_copy_of_what_passed_has_not_passed(resolve: Resolver, make_copy: Copy) -> None:
+def test_a_copy_of_lengths_that_passed_has_not_passed(resolve: Resolver, make_copy: Copy) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
 
     again = make_copy(given_lengths)
@@ -243,7 +243,9 @@ def test_lengths_of_inference_mode_are_compared_each_time(resolve: Resolver) -> 
 
 
 @pytest.mark.parametrize("rewritten", [(0, 2, 6), (0, 3, 6)], ids=["same lengths", "other lengths"])
-def test_what_a_graph_compares_with_lives_as_long_as_the_tensor(resolve: Resolver, rewritten: tuple[int, ...]) -> None:
+def test_memory_that_a_graph_compares_with_lives_as_long_as_the_tensor(
+    resolve: Resolver, rewritten: tuple[int, ...]
+) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
     with graph_capture.rehearsal(), Compared() as compared:
         resolve(given_lengths)

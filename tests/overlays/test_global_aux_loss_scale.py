@@ -50,7 +50,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(balances: Any
 
 
 @pytest.mark.parametrize("name", [each.name for each in neighbour.load(FOLDER)])
-def test_what_is_right_without_the_overlay_has_the_same_bits(name: str, balances: Any) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(name: str, balances: Any) -> None:
     without = balances["off"]["neighbours"][name]
 
     assert without

@@ -38,7 +38,7 @@ def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) 
     return megatron_says(request.param, SUPPORT / "hidden_gradients.py")
 
 
-def test_upstreams_graphs_do_not_find_what_is_recomputed(measured: Any) -> None:
+def test_upstreams_graphs_do_not_find_recomputed_parameters(measured: Any) -> None:
     lost = {name: facts["lost"] for name, facts in measured["off"].items()}
 
     assert {name: set(lost[name]) for name in CAPTURED} == dict.fromkeys(CAPTURED, NORMS)
@@ -52,7 +52,7 @@ def test_graphs_find_every_parameter(measured: Any) -> None:
         assert measured["on"][name]["lost"] == [], name
 
 
-def test_what_graphs_would_lose_is_not_recomputed(measured: Any) -> None:
+def test_modules_whose_gradients_graphs_would_lose_are_not_recomputed(measured: Any) -> None:
     for name in (*CAPTURED, "mla, local"):
         found = measured["on"][name]
         assert found["modules"] == ([] if name == "local, alone" else ["core_attn"])
@@ -115,7 +115,7 @@ OTHERS = ("core_attn", "moe_act", "mlp", "moe", "shared_experts")
         (("full_iteration_inference",), ()),
     ],
 )
-def test_what_is_taken_out_goes_by_what_is_captured(parts: tuple[str, ...], taken: tuple[str, ...]) -> None:
+def test_the_modules_taken_out_depend_on_the_captured_ones(parts: tuple[str, ...], taken: tuple[str, ...]) -> None:
     given = config("local", *HIDDEN, *OTHERS, parts=parts)
 
     module().TransformerLayer(given)
@@ -161,7 +161,7 @@ def test_a_copy_made_before_is_changed_when_a_layer_is_made_of_it(copied: Callab
     assert given.recompute_modules == another.recompute_modules == []
 
 
-def test_one_warning_says_what_is_kept_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_names_the_modules_that_are_kept_in_memory(caplog: pytest.LogCaptureFixture) -> None:
     made = module()
     with caplog.at_level(logging.WARNING, "megacpp_overlays"):
         for _ in range(3):

@@ -185,7 +185,7 @@ def test_ignored_labels_have_no_loss(report: Report) -> None:
     assert report()["ignored"] == {"ignored": 0.0, "kept": True}
 
 
-def test_what_forward_keeps_on_the_model_is_kept_there(report: Report) -> None:
+def test_the_cache_that_forward_keeps_on_the_model_stays_there(report: Report) -> None:
     assert report()["cache"]
 
 

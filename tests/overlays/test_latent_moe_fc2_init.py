@@ -27,7 +27,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured, parts=2)
 
 
-def test_what_is_right_without_the_overlay_has_the_same_bits(measured: Any) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(measured: Any) -> None:
     assert_neighbours_are_the_same(measured)
 
 
@@ -51,7 +51,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Overlay
 
 
 @pytest.mark.parametrize("setting", [("output_layer_init_method", "inner"), ("init_method", "output")])
-def test_what_begins_all_second_projections_alike_fails_the_self_test(
+def test_an_initialisation_of_all_second_projections_alike_fails_the_self_test(
     part: Overlay, module: ModuleType, monkeypatch: pytest.MonkeyPatch, setting: tuple[str, str]
 ) -> None:
     owner = getattr(module, part.target.symbol.partition(".")[0])
@@ -89,7 +89,7 @@ def test_an_expert_gets_every_other_argument_as_it_was_given(part: Overlay, modu
     assert found == (("parts", "more"), {"name": "name"})
 
 
-def test_what_experts_are_made_of_is_left_alone(part: Overlay, module: ModuleType) -> None:
+def test_the_specification_of_experts_is_left_alone(part: Overlay, module: ModuleType) -> None:
     """One specification makes the experts of all layers."""
     parts = SimpleNamespace(linear_fc1="first", linear_fc2="second")
 

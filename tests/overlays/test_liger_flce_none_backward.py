@@ -215,7 +215,9 @@ def losses(x, weight, target, bias=None, ce_weight=None, scaling=False, z_loss=F
 """
 
 
-def test_what_upstream_refuses_is_refused_in_the_same_words(releases: Releases, run_python: Callable[..., Any]) -> None:
+def test_calls_that_upstream_refuses_are_refused_in_the_same_words(
+    releases: Releases, run_python: Callable[..., Any]
+) -> None:
     code = f"""{CALL}
 calls = {{
     "hidden states of three dimensions": (x[None], weight, target),

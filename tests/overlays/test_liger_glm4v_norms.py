@@ -136,7 +136,9 @@ def test_norms_of_other_models_are_as_asked(apply: Callable[..., None], name: st
     assert found.in_place is in_place
 
 
-def test_what_is_no_module_of_torch_is_upstream_s(apply: Callable[..., None], stock: ModuleType) -> None:
+def test_an_object_that_is_no_module_of_torch_is_left_to_upstream(
+    apply: Callable[..., None], stock: ModuleType
+) -> None:
     found = SimpleNamespace()
 
     apply(found)

@@ -63,7 +63,9 @@ def test_the_newest_release_is_right_with_the_overlay(caching: ModuleType) -> No
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(
+    each: neighbour.Neighbour, module: ModuleType
+) -> None:
     assert_same_bits(each, OVERLAY, module, FIRST, EVERY)
 
 
@@ -74,9 +76,7 @@ def test_every_label_that_is_no_padding_has_a_loss(caching: ModuleType, order: l
         assert each is None or torch.equal(sample["loss_mask"] > 0, sample["labels"] > 0)
 
 
-def test_what_a_caller_does_to_the_mask_of_one_sample_is_not_seen_in_another(
-    caching: ModuleType, tmp_path: Path
-) -> None:
+def test_a_write_to_the_mask_of_one_sample_is_not_seen_in_another(caching: ModuleType, tmp_path: Path) -> None:
     data = PACK.dataset(tmp_path)
     for _ in range(2):
         for each, counted in enumerate(PACK.COUNTED):
@@ -85,7 +85,7 @@ def test_what_a_caller_does_to_the_mask_of_one_sample_is_not_seen_in_another(
             mask.zero_()
 
 
-def test_a_cache_that_somebody_filled_is_used_as_it_is(caching: ModuleType, tmp_path: Path) -> None:
+def test_a_cache_that_the_caller_filled_is_used_as_it_is(caching: ModuleType, tmp_path: Path) -> None:
     data = PACK.dataset(tmp_path)
     mask = torch.arange(PACK.LENGTH).float()
     data.cached_loss_mask, data.masks_and_position_ids_are_cached = mask, True

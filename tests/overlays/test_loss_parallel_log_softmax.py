@@ -44,7 +44,7 @@ def found() -> Any:
     return answer_of("loss_parallel_ranks.py")
 
 
-def test_what_is_right_without_the_overlay_has_the_same_bits(found: Any) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(found: Any) -> None:
     assert set(found["neighbours"].values()) == {None}, found["neighbours"]
     assert len(found["neighbours"]) == 7
 

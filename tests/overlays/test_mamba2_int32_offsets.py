@@ -45,7 +45,7 @@ def facts() -> Any:
     [("rows of a scan", [1] * 4), ("rows of all", [1] * 4), ("views", [2] * 2)],
     ids=lambda each: str(each),
 )
-def test_real_kernels_give_in_parts_what_they_give_at_once(way: str, rows: list[int], facts: Any) -> None:
+def test_real_kernels_have_the_same_results_in_parts_as_at_once(way: str, rows: list[int], facts: Any) -> None:
     assert facts["decisions"] == ["active", "active"]
     assert facts["ways"][way]["rows"] == rows
     assert facts["ways"][way]["same output"]
@@ -129,7 +129,7 @@ def backward(upstream: Upstream) -> Callable[..., Any]:
     return seams._make_backward(upstream.backward, ModuleType("target"))
 
 
-def test_what_fits_is_upstream_s_own_call(upstream: Upstream) -> None:
+def test_a_call_that_fits_is_upstream_s_own(upstream: Upstream) -> None:
     given = arguments(gap=50)
 
     forward(upstream)(**given)
@@ -173,7 +173,7 @@ def test_rows_are_taken_as_many_at_a_time_as_fit(
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_gradients_of_rows_are_those_of_all_and_what_is_given_is_written(
+def test_gradients_of_rows_are_those_of_all_and_given_buffers_are_written(
     limit: int, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = arguments(gap=1000)
@@ -352,7 +352,7 @@ def normalising() -> ModuleType:
         ),
     ],
 )
-def test_what_is_observed_is_how_far_launches_reach_in_either_pass(make: Any, observe: Any, passes: Any) -> None:
+def test_the_observation_is_the_reach_of_launches_in_either_pass(make: Any, observe: Any, passes: Any) -> None:
     module = make()
     before = dict(vars(module))
     assert observe(module).broken

@@ -177,7 +177,7 @@ def test_a_layer_trains_with_any_number_of_groups(
     dim=st.sampled_from([4, 8, 12]),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_whatever_the_shape_blocks_of_heads_are_summed(
+def test_blocks_of_heads_are_summed_for_every_shape(
     patched: ModuleType, symbol: str, divided: tuple[int, int], rank: int, dim: int, dtype: torch.dtype
 ) -> None:
     groups, heads = divided
@@ -295,7 +295,7 @@ def test_arguments_may_be_given_by_name_or_by_place(patched: ModuleType) -> None
 
 
 @pytest.mark.parametrize("left_out", ["z", "d", "mimo_o"])
-def test_what_a_layer_leaves_out_stays_out(patched: ModuleType, left_out: str) -> None:
+def test_an_argument_that_a_layer_leaves_out_has_no_gradient(patched: ModuleType, left_out: str) -> None:
     given = inputs(2)._replace(**{left_out: None})
     given = given._replace(mimo_z=None) if left_out == "z" else given
     dout = wave(reference.forward(given))
@@ -515,7 +515,7 @@ def test_rotations_add_up_and_begin_anew_with_each_sequence() -> None:
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["plain", "varlen"])
-def test_the_witness_sees_what_raises_and_the_self_test_what_does_not(
+def test_the_witness_sees_the_error_and_the_self_test_sees_none(
     upstream: ModuleType, patched: ModuleType, part: Overlay
 ) -> None:
     assert part.witness is not None

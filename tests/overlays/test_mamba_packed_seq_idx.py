@@ -70,7 +70,9 @@ def facts() -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_upstream_lets_state_run_into_the_next_document_unless_it_is_told_the_tokens(facts: dict[str, Any]) -> None:
+def test_upstream_lets_state_run_into_the_next_document_unless_it_gets_the_number_of_tokens(
+    facts: dict[str, Any],
+) -> None:
     found = facts["off"]["packings"]["padded"]
 
     assert facts["off"]["decision"] == "disabled"
@@ -215,7 +217,7 @@ def row(tokens: int, batch: int = 1) -> torch.Tensor:
     return torch.randn(tokens, batch, 8, generator=torch.Generator().manual_seed(2))
 
 
-def test_the_overlay_is_active_and_says_what_the_scan_gets(module: ModuleType) -> None:
+def test_the_overlay_is_active_and_names_the_input_of_the_scan(module: ModuleType) -> None:
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
 
     assert record.decision is Decision.ACTIVE, record.reason
@@ -280,7 +282,7 @@ def test_padded_boundaries_come_first(module: ModuleType, mixer: Any, scanned: l
     ],
     ids=["total tokens", "seq_idx", "sbhd", "bshd", "no boundaries", "a list"],
 )
-def test_what_the_caller_decided_goes_through_as_it_is(
+def test_fields_that_the_caller_set_are_passed_on_as_they_are(
     fields: dict[str, Any], module: ModuleType, mixer: Any, scanned: list[Any]
 ) -> None:
     params = packed(module, 0, 2, 6, **fields)

@@ -66,7 +66,7 @@ def test_queries_keys_values_and_their_gradients_are_those_of_pytorch(facts: Any
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("launch", LAUNCHES[OF_QUERIES], ids=lambda each: each.kernel)
-def test_a_tuner_tries_what_is_right_for_the_heads_and_nothing_else(
+def test_a_tuner_tries_only_configurations_that_are_right_for_the_heads(
     launch: Any, numbers: tuple[int, ...], facts: Any
 ) -> None:
     for heads in numbers:
@@ -93,7 +93,7 @@ def test_without_triton_nothing_is_tuned_and_the_seam_passes_calls_on() -> None:
     assert replacement.make(lambda *args, **kwargs: (args, kwargs), module)(1, b=2) == ((1,), {"b": 2})
 
 
-def test_what_a_tuner_left_out_before_is_left_out_still() -> None:
+def test_configurations_that_a_tuner_left_out_before_are_left_out_still() -> None:
     seen: list[int] = []
 
     class Tuner(SimpleNamespace):

@@ -111,7 +111,7 @@ class Group:
     [(1, False, True), (2, True, True), (2, False, False)],
     ids=["one rank", "parts of the sequence", "no gradient is asked for"],
 )
-def test_what_is_right_already_is_handed_on_as_the_same_tensor(
+def test_a_tensor_that_is_right_already_is_passed_on_itself(
     module: ModuleType, ranks: int, parts: bool, grads: bool
 ) -> None:
     given = torch.ones(2, 1, 6, requires_grad=True)

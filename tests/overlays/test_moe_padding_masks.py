@@ -31,7 +31,7 @@ def test_a_release_is_broken_without_the_overlays_and_right_with_them(measured: 
     assert_repaired(measured, parts=2)
 
 
-def test_what_is_right_without_the_overlays_has_the_same_bits(measured: Any) -> None:
+def test_results_that_are_right_without_the_overlays_have_the_same_bits(measured: Any) -> None:
     assert_neighbours_are_the_same(measured)
 
 
@@ -78,7 +78,7 @@ def counted(tokens: int, given: Any, *, bias: bool = True, gradients: bool = Tru
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (2, 2), (1, 4)])
-def test_a_mask_of_tokens_is_laid_over_tokens_in_whatever_shape(shape: tuple[int, ...]) -> None:
+def test_a_mask_of_tokens_is_applied_to_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
     chosen, left = counted(4, torch.tensor([False, True, True, False]).reshape(shape))
 
     assert left is None

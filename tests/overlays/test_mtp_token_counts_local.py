@@ -96,7 +96,7 @@ def test_it_does_so_with_the_overlay_of_padded_rows_and_without_it(measured: tup
             assert (padded["apart"] < ROUNDING) == (state == "both"), state
 
 
-def test_what_is_logged_and_what_must_not_change_is_upstream_s_bit_for_bit(measured: tuple[str, Any]) -> None:
+def test_logged_values_and_untouched_ways_are_upstream_s_bit_for_bit(measured: tuple[str, Any]) -> None:
     version, found = measured
     same = [("both", "neither")] if version != NEWEST else [("both", "rolls"), ("counts", "neither")]
 
@@ -220,7 +220,7 @@ def test_upstream_runs_with_its_own_config_where_its_counts_are_right_or_must_do
     ],
     ids=["a mask", "of booleans", "none", "labels from ids"],
 )
-def test_counts_of_all_ranks_go_into_the_factor_whatever_the_mask_is(labels: Any, mask: Any, main: int) -> None:
+def test_counts_of_all_ranks_go_into_the_factor_for_every_mask(labels: Any, mask: Any, main: int) -> None:
     module = Ranks()
 
     factor, sums, layers = loss_of(module, [])(

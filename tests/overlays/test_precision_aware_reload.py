@@ -120,7 +120,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.booleans())
-def test_remainders_are_what_a_loaded_weight_lacks(
+def test_remainders_are_the_difference_from_the_loaded_weight(
     optimizer: Callable[..., Any], values: list[float], has_state_dict: bool
 ) -> None:
     precise = torch.tensor(values, dtype=torch.float32)

@@ -96,7 +96,7 @@ def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(modu
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
-def test_what_is_right_without_the_overlay_has_the_same_bits(
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(
     each: neighbour.Neighbour, modules: Mapping[str, ModuleType]
 ) -> None:
     without = neighbour.measured(each)
@@ -132,7 +132,9 @@ def test_a_head_that_saw_no_key_is_left_alone(clip: Callable[[Any], None]) -> No
 
 
 @pytest.mark.parametrize("logits", [None, torch.ones(3), torch.tensor([400.0, -1.0, 1.0, 1.0])])
-def test_what_upstream_refuses_is_its_error_and_keeps_the_logits(clip: Callable[[Any], None], logits: Any) -> None:
+def test_a_call_that_upstream_refuses_raises_its_error_and_keeps_the_logits(
+    clip: Callable[[Any], None], logits: Any
+) -> None:
     made = attention(logits, enabled=logits is None or len(logits) < 4)
 
     with pytest.raises((ValueError, AssertionError), match=r"qk_clip|current_max_attn_logits"):

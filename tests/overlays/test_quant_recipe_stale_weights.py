@@ -22,11 +22,11 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
     assert_repaired(measured)
 
 
-def test_what_is_right_without_the_overlay_has_the_same_bits(measured: Any) -> None:
+def test_results_that_are_right_without_the_overlay_have_the_same_bits(measured: Any) -> None:
     assert_neighbours_are_the_same(measured)
 
 
-def test_what_has_no_such_flag_gets_none() -> None:
+def test_a_module_without_the_flag_gets_none() -> None:
     ((replacement,),) = OVERLAY.replacements.values()
     plain, layer = SimpleNamespace(), SimpleNamespace(is_first_microbatch=False)
     model = SimpleNamespace(config=SimpleNamespace(quant_recipe="a"), modules=lambda: iter([plain, layer]))

@@ -61,7 +61,7 @@ def test_packed_samples_are_balanced_as_those_of_a_batch(measured: Any) -> None:
             assert max(map(abs, packed["gradient"])) > 0.01, way
 
 
-def test_whatever_is_no_packed_shard_of_several_samples_keeps_upstream_s_bits(measured: Any) -> None:
+def test_inputs_that_are_no_packed_shard_of_several_samples_keep_upstream_s_bits(measured: Any) -> None:
     for ranks in measured.values():
         assert ranks["on"]["batch"] == ranks["off"]["batch"]
         for way in ("1, plain",):
@@ -78,7 +78,7 @@ def test_outputs_of_the_layer_do_not_change(measured: Any) -> None:
                 assert packed["output"] == pytest.approx(ranks["off"]["packed"][way]["output"], abs=1e-6), way
 
 
-def test_what_calls_an_mlp_or_a_router_by_itself_gets_upstream_s_loss(measured: Any) -> None:
+def test_a_direct_call_of_an_mlp_or_a_router_has_upstream_s_loss(measured: Any) -> None:
     """As `megatron.core.models.gpt.fine_grained_callables` does, with as many tokens as the layer had a moment ago."""
     for ranks in measured.values():
         for kind in ("plain", "recomputed"):
@@ -302,7 +302,7 @@ def test_a_subclass_that_hands_on_to_the_loss_with_the_seam_balances_by_sample(r
     assert mlp_of(layer(experts=Experts(router))) == FOUR_SAMPLES
 
 
-def test_what_a_layer_says_ends_with_its_call() -> None:
+def test_the_samples_of_a_layer_end_with_its_call() -> None:
     made = layer()
     assert mlp_of(made) == FOUR_SAMPLES
 
@@ -313,7 +313,7 @@ def test_what_a_layer_says_ends_with_its_call() -> None:
     )  # nothing is left on the router that upstream saves
 
 
-def test_what_a_layer_says_ends_with_an_exception() -> None:
+def test_the_samples_of_a_layer_end_with_an_exception() -> None:
     made = layer()
 
     def fail(_: Any) -> None:
@@ -325,7 +325,7 @@ def test_what_a_layer_says_ends_with_an_exception() -> None:
     assert made.mlp.route(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
 
 
-def test_what_a_layer_says_is_of_its_thread_and_of_the_rows_that_it_gives() -> None:
+def test_the_samples_of_a_layer_belong_to_its_thread_and_its_rows() -> None:
     made = layer()
     rows = torch.ones(2 * WIDTH, 1, 3)
 
@@ -348,7 +348,7 @@ def test_each_recomputation_has_the_samples_of_its_own_microbatch() -> None:
     assert found == [AS_ONE, (WIDTH, 2, WIDTH, 2 * 3), FOUR_SAMPLES, (WIDTH, 2, WIDTH, 2 * 3)]
 
 
-def test_what_an_mlp_sets_on_itself_is_set_on_the_one_that_is_recomputed() -> None:
+def test_an_attribute_that_an_mlp_sets_on_itself_is_set_on_the_recomputed_one() -> None:
     class Counts(Recomputing):
         def _plain_forward(self, rows: Any) -> Any:
             self.rows = len(rows)

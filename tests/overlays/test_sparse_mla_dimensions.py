@@ -137,7 +137,7 @@ def test_without_tilelang_the_kernels_own_dimensions_are_served_as_well(
     assert call(patched, query, key, chosen, 512).shape == (*query.shape[:3], 512)
 
 
-def test_what_the_kernel_takes_stays_the_kernels(patched: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_the_kernel_takes_stay_the_kernels(patched: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise AssertionError("ours was asked")
 
@@ -194,7 +194,7 @@ def together(request: pytest.FixtureRequest, file: Path) -> Iterator[tuple[Modul
     assert dict(vars(module)) == before
 
 
-def test_each_does_its_part_whatever_the_other_does(together: tuple[ModuleType, set[str]]) -> None:
+def test_each_seam_does_its_part_with_and_without_the_other(together: tuple[ModuleType, set[str]]) -> None:
     module, active = together
     query, key, chosen = of_the_kernel()
     pair = quantized(query), quantized(key)
@@ -219,7 +219,7 @@ def test_each_does_its_part_whatever_the_other_does(together: tuple[ModuleType, 
     assert tested == dict.fromkeys(active, True)
 
 
-def test_what_both_leave_alone_goes_to_the_caller(together: tuple[ModuleType, set[str]]) -> None:
+def test_a_call_that_both_decline_is_declined_to_the_caller(together: tuple[ModuleType, set[str]]) -> None:
     module, active = together
     pair = [quantized(each) for each in inputs(4, 48)]
     with kernel_in(module, Kernel()) as kernel:
@@ -246,14 +246,14 @@ def test_witness_and_self_test_need_no_kernel(kernel: Any, upstream: ModuleType,
     [lambda found: 1.1 * found, lambda found: found[..., 1:], lambda found: found.flip(0)],
     ids=["another scale", "another shape", "other rows"],
 )
-def test_the_self_test_notices_what_is_wrong(wrong: Any, patched: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_notices_a_wrong_seam(wrong: Any, patched: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = sparse_attention.attend
     monkeypatch.setattr(sparse_attention, "attend", lambda *args, **named: (wrong(attend(*args, **named)[0]), None))
 
     assert OVERLAY.self_test(patched).broken
 
 
-def test_it_works_in_whatever_state_the_importing_thread_is(patched: ModuleType) -> None:
+def test_it_works_in_any_state_of_the_importing_thread(patched: ModuleType) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

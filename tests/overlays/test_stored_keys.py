@@ -114,7 +114,7 @@ def test_a_stored_key_gives_the_bits_of_the_dequantized_one_and_is_never_dequant
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_the_backend_declines_is_served_from_a_stored_key(
+def test_calls_that_the_backend_declines_are_served_from_a_stored_key(
     layout: str, backend: ModuleType, engine: SimpleNamespace, opened: list[Any]
 ) -> None:
     call = getattr(backend, sparse_mla_dimensions.FUNCTION)
@@ -141,7 +141,7 @@ def test_the_gradient_is_added_up_where_a_leaf_keeps_it(attention: Any, engine: 
     assert torch.equal(key.grad, plain.grad)
 
 
-def test_the_gradient_goes_on_to_what_the_key_was_made_of(attention: Any, engine: SimpleNamespace) -> None:
+def test_the_gradient_goes_on_to_the_tensor_that_the_key_is_a_view_of(attention: Any, engine: SimpleNamespace) -> None:
     rows = stored_keys.of_one_scale(engine, KEYS, BATCH, DIM, requires_grad=True)
 
     attention(query(), rows.view(SHAPE), choices(), SCALE, VALUE).float().sum().backward()
@@ -160,7 +160,7 @@ def test_a_key_that_learns_nothing_leaves_the_query_its_gradient(
     assert output.requires_grad is grad
 
 
-def test_a_quantized_query_is_dequantized_once_beside_a_stored_key(
+def test_a_quantized_query_is_dequantized_once_with_a_stored_key(
     attention: Any, backend: ModuleType, engine: SimpleNamespace, opened: list[Any]
 ) -> None:
     for call in (attention, getattr(backend, sparse_mla_dimensions.FUNCTION)):
@@ -208,7 +208,7 @@ def test_upstreams_function_gets_a_plain_key(attention: Any, engine: SimpleNames
     assert torch.equal(found, attention(query(), plain, choices(), SCALE, VALUE, **one_bound))
 
 
-def test_the_backend_declines_what_it_cannot_read_as_before(
+def test_the_backend_declines_unreadable_calls_as_before(
     backend: ModuleType, engine: SimpleNamespace, opened: list[Any]
 ) -> None:
     call = getattr(backend, sparse_mla_dimensions.FUNCTION)

@@ -87,7 +87,7 @@ def test_a_constructor_gets_its_arguments_and_only_a_parameter_is_marked(sinks: 
     assert (None if sinks is None else vars(sinks)) == marks
 
 
-def test_marks_that_somebody_set_are_kept() -> None:
+def test_marks_that_were_set_already_are_kept() -> None:
     replacement, *_ = OVERLAY.replacements[NOT_MARKED]
     sinks: Any = torch.nn.Parameter(torch.zeros(2))
     sinks.tensor_model_parallel = False

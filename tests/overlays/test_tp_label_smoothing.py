@@ -79,7 +79,7 @@ def test_all_ranks_have_the_same_losses_and_gradients_that_add_up_to_nothing(on:
         assert abs(sum(rank["sum"] for rank in every[: int(ranks)])) < ROUNDING
 
 
-def test_what_one_rank_computes_is_the_measure_where_a_class_is_of_no_rank_too(on: tuple[str, Any]) -> None:
+def test_results_of_one_rank_are_the_measure_for_a_class_of_no_rank_too(on: tuple[str, Any]) -> None:
     _, found = on
     losses, slopes = (torch.tensor(each) for each in found["ranks"][0][ALONE]["of no rank"])
 

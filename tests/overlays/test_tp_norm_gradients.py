@@ -97,7 +97,7 @@ def test_every_norm_has_the_gradient_of_one_rank_and_replicas_stay_the_same(meas
             assert each["drift"] == 0.0, name
 
 
-def test_all_else_is_upstream_s_bit_for_bit_and_so_is_what_upstream_does_right(measured: tuple[str, Any]) -> None:
+def test_all_else_and_all_right_ways_are_upstream_s_bit_for_bit(measured: tuple[str, Any]) -> None:
     """Weights of latent attention learn otherwise for their rotary keys without the overlay of pack 25, which is not asked here."""
     _, found = measured
 
@@ -200,7 +200,7 @@ def test_without_qk_layernorm_names_do_not_count() -> None:
     assert shown(Own(), qk_layernorm=False)[1] == [""] * 2
 
 
-def test_a_chunk_has_what_it_had_and_the_same_parameters_in_their_order() -> None:
+def test_a_chunk_keeps_its_attributes_and_its_parameters_in_their_order() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Attention())
     model.ddp_config = object()
 

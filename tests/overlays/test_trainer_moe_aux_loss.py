@@ -151,7 +151,7 @@ def test_a_trainer_that_divides_by_microbatches_itself_gets_the_sum(loss_of: Cal
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(Mixture(), id="of-somebody-else"),
+        pytest.param(Mixture(), id="third-party"),
         pytest.param(OfTransformers(training=False), id="evaluated"),
         pytest.param(OfTransformers(return_dict=False), id="a-tuple"),
         pytest.param(OfTransformers(router_aux_loss_coef=0.0), id="not-balanced"),

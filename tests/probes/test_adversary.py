@@ -87,9 +87,7 @@ def broken_trees(few: list[Base]) -> list[Base]:
 
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("way", WAYS)
-def test_what_was_repaired_in_another_way_is_never_installed_on(
-    way: str, broken_trees: list[Base], grid_size: str
-) -> None:
+def test_no_seam_is_installed_on_another_kind_of_repair(way: str, broken_trees: list[Base], grid_size: str) -> None:
     """Of every day each way is tried on some parts, and each part in one way."""
     wrong, ways = [], [*WAYS]
     for each in broken_trees if grid_size == "all" else broken_trees[ways.index(way) :: len(ways)]:
@@ -129,7 +127,7 @@ SURROUNDED = {
     ],
     ids=["defined under a flag", "set under a flag", "looked up in another way"],
 )
-def test_a_known_method_that_is_not_what_runs_is_not_broken_in_a_known_way(edit: Callable[[Module], str]) -> None:
+def test_a_known_method_that_does_not_run_is_not_broken_in_a_known_way(edit: Callable[[Module], str]) -> None:
     (release,) = [each.open() for each in sources(["megatron_core-0.19.2-"]) if each.name.startswith("megatron")]
     source = release.module(MODULE)
     assert source is not None
@@ -203,7 +201,7 @@ def test_a_mutant_that_means_the_same_may_keep_its_verdict() -> None:
     assert (changed.violation, changed.verdict) == (RETIRED, Verdict.FIXED)
 
 
-def test_a_mutant_may_be_what_another_release_is() -> None:
+def test_a_mutant_may_be_the_text_of_another_release() -> None:
     newer = TEXT.replace("second=2", "second=3")
     one, other = (base(fooled(takes_it_for_repaired), "made up", Texts({MODULE: text})) for text in (TEXT, newer))
 
@@ -240,7 +238,7 @@ def test_a_probe_may_leave_a_changed_body_to_upstream_and_no_other(
 # Mutants
 
 
-def test_the_same_seed_gives_the_same_mutants_and_each_says_what_it_is() -> None:
+def test_the_same_seed_gives_the_same_mutants_and_each_has_a_description() -> None:
     made = bases_of_a_text()
     first, again, other = (
         [(each.mutant.text, each.base.release) for each in judged([made], 60, seed=s)] for s in (1, 1, 2)
@@ -299,5 +297,5 @@ def test_every_way_to_change_a_class_is_python(code: str) -> None:
         (set(), "", False),
     ],
 )
-def test_what_a_change_reaches(changed: set[str], symbol: str, hit: bool) -> None:
+def test_a_change_hits_only_symbols_that_it_reaches(changed: set[str], symbol: str, hit: bool) -> None:
     assert hits(frozenset(changed), symbol) is hit

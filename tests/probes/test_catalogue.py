@@ -38,7 +38,7 @@ def case(name: str) -> Otherwise:
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", otherwise_cases.CASES)
-def test_what_is_repaired_otherwise_is_broken_as_it_is(name: str, case: Otherwise) -> None:
+def test_each_text_that_is_repaired_otherwise_is_broken_before_the_edit(name: str, case: Otherwise) -> None:
     found = case.ask(case.texts())
 
     assert found.verdict is Verdict.BROKEN, found.summary()

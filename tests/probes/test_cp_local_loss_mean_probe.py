@@ -26,7 +26,7 @@ def test_launchers_of_old_releases_divide_or_count_the_tokens_of_all_ranks(versi
     assert ("of all ranks" if version in OF_ALL_RANKS else "no number of tokens") in finding.summary()
 
 
-def test_what_comes_from_elsewhere_is_not_absent() -> None:
+def test_a_name_that_is_imported_from_elsewhere_is_not_absent() -> None:
     for name in (FUNCTION, CALLER):
         text = f"from vendor import {name}\n"
         assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED

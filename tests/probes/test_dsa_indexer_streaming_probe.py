@@ -30,7 +30,7 @@ Wheel = Callable[[str, str], Path]
         ("0.19.2", feature.EXACT_LOSS, {feature.SCORES, BACKWARD, LOSS}),
     ],
 )
-def test_a_release_is_broken_and_the_evidence_names_what_builds(
+def test_a_release_is_broken_and_the_evidence_names_the_code_that_builds(
     version: str, shape: str, builds: set[str], wheel: Wheel
 ) -> None:
     finding = examine(OVERLAY, parsed_once(wheel("megatron-core", version)))

@@ -79,7 +79,7 @@ def mamba3(*marks: str) -> str:
 
 
 @pytest.mark.parametrize("text_of_mamba3", [None, mamba3()], ids=["not there", "without marks"])
-def test_marks_that_nobody_sets_leave_mamba3_broken(honouring: str, text_of_mamba3: str | None) -> None:
+def test_marks_that_are_never_set_leave_mamba3_broken(honouring: str, text_of_mamba3: str | None) -> None:
     finding = examine(honouring, text_of_mamba3)
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, MARKS_HONOURED)

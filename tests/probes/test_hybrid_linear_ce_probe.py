@@ -48,7 +48,7 @@ def written(tmp_path: Path) -> Callable[..., DirectoryTree]:
     return write
 
 
-def test_a_plain_output_layer_beside_the_fused_module_is_broken() -> None:
+def test_a_plain_output_layer_next_to_the_fused_module_is_broken() -> None:
     found = ask(feature.probe, DirectoryTree(DEV))
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.PLAIN_OUTPUT_LAYER)
@@ -73,7 +73,7 @@ def test_a_tree_without_the_models_has_nothing_to_wire(written: Callable[..., Di
 
 
 @pytest.mark.parametrize("name", ["hybrid", "mamba"])
-def test_a_model_that_makes_and_asks_it_in_a_way_that_nobody_read_is_not_recognised(
+def test_a_model_that_makes_and_calls_it_in_an_unknown_way_is_not_recognised(
     written: Callable[..., DirectoryTree], name: str
 ) -> None:
     model = {"hybrid": "HybridModel", "mamba": "MambaModel"}[name]

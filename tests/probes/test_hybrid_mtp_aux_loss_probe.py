@@ -33,7 +33,7 @@ from megacpp_overlays.model import Verdict
         "attached elsewhere",
     ],
 )
-def test_what_goes_another_way_is_not_recognised(feature: object, text: str) -> None:
+def test_an_unknown_form_is_not_recognised(feature: object, text: str) -> None:
     probe, module = feature.probe, feature.TARGET.module  # type: ignore[attr-defined]
 
     assert ask(probe, Texts({module: text})).verdict is Verdict.UNRECOGNISED

@@ -78,5 +78,5 @@ def test_a_repair_is_the_same_in_another_layout(wheel: Wheel, version: str) -> N
 
 
 @pytest.mark.parametrize("shape", OVERLAY.unsupported)
-def test_a_shape_that_is_not_repaired_says_what_to_do_instead(shape: str) -> None:
+def test_a_shape_that_is_not_repaired_names_the_way_out(shape: str) -> None:
     assert "0.8.2 or newer" in OVERLAY.unsupported[shape]

@@ -27,5 +27,5 @@ def test_releases_of_mamba_2_are_broken(version: str, probe: Probe, target: Targ
     assert target.module.rpartition(".")[2] in str(finding.evidence[0].file)
 
 
-def test_a_release_that_imports_what_is_not_there_is_not_recognised() -> None:
+def test_a_release_that_imports_missing_code_is_not_recognised() -> None:
     assert ask(probe_scan, archive("mamba_ssm-2.0.0.tar")).verdict is Verdict.UNRECOGNISED

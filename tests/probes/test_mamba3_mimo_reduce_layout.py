@@ -26,7 +26,7 @@ VARLEN = "mamba_ssm/ops/tilelang/mamba3/mamba3_mimo_bwd_varlen.py"
         ("newest", Verdict.ABSENT, None),
     ],
 )
-def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str | None) -> None:
+def test_the_verdict_on_locked_releases(lane: str, verdict: Verdict, shape: str | None) -> None:
     found = ask(probe, tree_of(lane))
 
     assert (found.verdict, found.shape) == (verdict, shape), found.summary()
@@ -51,7 +51,7 @@ def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it(path: s
         (CHECK, {"ReduceOp cannot lower": "cannot lower"}),
     ],
 )
-def test_a_kernel_or_a_check_that_nobody_tried_is_not_recognised(path: str, edit: dict[str, str] | None) -> None:
+def test_an_unknown_kernel_or_check_is_not_recognised(path: str, edit: dict[str, str] | None) -> None:
     assert ask(probe, Edited(tree_of("edge"), path, edit)).verdict is Verdict.UNRECOGNISED
 
 

@@ -45,7 +45,7 @@ def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it() -> No
     assert (found.shape, found.evidence[0]) == (expected.shape, expected.evidence[0])
 
 
-def test_pruning_to_one_stage_that_nobody_read_is_not_recognised() -> None:
+def test_an_unknown_pruning_to_one_stage_is_not_recognised() -> None:
     tree = Edited(tree_of("mamba3-pinned"), FILE, {TUNER: PRUNED})
 
     assert ask(probe, tree).verdict is Verdict.UNRECOGNISED
@@ -88,7 +88,7 @@ def test_it_matters_where_there_is_a_blackwell_or_where_that_cannot_be_known(
 
 
 @pytest.mark.parametrize("there", [frozenset({(9, 0)}), frozenset({(10, 0)}), None])
-def test_what_releases_are_said_to_have_is_the_same_on_every_host(
+def test_the_shape_of_a_release_is_the_same_on_every_host(
     monkeypatch: pytest.MonkeyPatch, there: frozenset[tuple[int, int]] | None
 ) -> None:
     monkeypatch.setattr(gpus, "capabilities", lambda: there)

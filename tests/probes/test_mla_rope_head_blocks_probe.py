@@ -20,6 +20,6 @@ def test_a_text_of_the_same_meaning_is_known_and_an_edited_one_is_not() -> None:
         assert ask(probe, Texts({MODULE: text.replace(old, new, 1)})).verdict is Verdict.UNRECOGNISED
 
 
-def test_what_is_not_there_is_absent() -> None:
+def test_a_missing_target_is_absent() -> None:
     assert ask(probe, Texts({MODULE: None})).verdict is Verdict.ABSENT
     assert ask(probe, Texts({MODULE: "def fused_apply_mla_rope_for_q(t): return t"})).verdict is Verdict.UNRECOGNISED

@@ -16,7 +16,7 @@ FEATURES = (counts, stages)
 
 @pytest.mark.parametrize("feature", FEATURES, ids=["counts", "stages"])
 @pytest.mark.parametrize("text", [None, "class Other: pass", "class TopKRouter: pass\n\n\nclass GPTModel: pass"])
-def test_what_is_not_there_is_absent(feature: ModuleType, text: str | None) -> None:
+def test_a_missing_target_is_absent(feature: ModuleType, text: str | None) -> None:
     assert ask(feature.probe, Texts({feature.TARGET.module: text})).verdict is Verdict.ABSENT
 
 

@@ -8,7 +8,7 @@ from megacpp_overlays.feature_probes.quant_recipe_stale_weights import ENGINE, T
 from megacpp_overlays.model import Verdict
 
 
-def test_what_is_not_there_is_absent() -> None:
+def test_a_missing_target_is_absent() -> None:
     reads = {ENGINE: "class TEQuantizationParams: pass"}
 
     assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT

@@ -127,7 +127,7 @@ def test_no_module_may_be_missing(name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_a_seam_replaces_is_a_place_of_each_broken_form(name: str) -> None:
+def test_each_symbol_that_a_seam_replaces_is_a_place_of_each_broken_form(name: str) -> None:
     part = PARTS[name]
     module = part.target.module
     record = forms.record(part.id, module)

@@ -10,7 +10,7 @@ from megacpp_overlays.model import Verdict
 HAS_THE_NORM = {ENGINE: "class TEFusedResidualRMSNorm: pass"}
 
 
-def test_what_is_not_there_is_absent() -> None:
+def test_a_missing_target_is_absent() -> None:
     assert ask(probe, Texts({TARGET.module: None, **HAS_THE_NORM})).verdict is Verdict.ABSENT
     assert ask(probe, Texts({TARGET.module: "class Other: pass", **HAS_THE_NORM})).verdict is Verdict.ABSENT
 

@@ -45,7 +45,7 @@ def test_releases_that_count_in_the_shard_are_broken(version: str, wheel: Wheel)
 
 
 @pytest.mark.parametrize("text", [None, "class Other: pass"])
-def test_what_is_not_there_is_absent(text: str | None) -> None:
+def test_a_missing_target_is_absent(text: str | None) -> None:
     texts = Texts({TARGET.module: text, ROUTER_TARGET.module: text, EXPERTS_TARGET.module: text, PARAMS: text})
 
     assert {ask(each, texts).verdict for each in PROBES} == {Verdict.ABSENT}
@@ -71,7 +71,7 @@ def test_a_row_that_says_it_or_comes_from_elsewhere_is_not_absent(text: str) -> 
     ],
     ids=["another recomputation", "another call", "another mask", "another decorator", "another class"],
 )
-def test_what_recomputes_a_router_must_be_what_was_read(old: str, new: str) -> None:
+def test_the_recomputation_of_a_router_must_be_a_known_one(old: str, new: str) -> None:
     found = edited(EXPERTS_TARGET.module, old, new)
 
     assert [each.verdict for each in found] == [Verdict.BROKEN, Verdict.BROKEN, Verdict.UNRECOGNISED]

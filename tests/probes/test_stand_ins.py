@@ -68,7 +68,7 @@ def compared(text: str) -> list[str]:
         ("class Layer", "class Other"),
     ],
 )
-def test_what_a_probe_or_a_caller_can_see_is_a_difference(old: str, new: str) -> None:
+def test_a_change_that_a_probe_or_a_caller_can_see_is_a_difference(old: str, new: str) -> None:
     assert old in ENTRY
     assert len(compared(ENTRY.replace(old, new))) > 0
 

@@ -58,7 +58,7 @@ def test_with_a_newer_tilelang_the_switch_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("edit", [None, {"InputDim() == 2": "InputDim() == kAxes"}])
-def test_a_tilelang_that_nobody_read_is_not_recognised_where_it_matters(edit: dict[str, str] | None) -> None:
+def test_an_unknown_tilelang_is_not_recognised_where_it_matters(edit: dict[str, str] | None) -> None:
     kernels = Edited(tree_of("mamba3-pinned"), KERNELS, {OFF: OFF.replace("True", "False")})
     other = Edited(tree_of("mamba3-pinned"), "tilelang/src/op/copy.cc", edit)
 

@@ -28,7 +28,7 @@ FILE = "tilelang/src/layout/utils.cc"
         ("newest", Verdict.ABSENT, None),
     ],
 )
-def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str | None) -> None:
+def test_the_verdict_on_locked_releases(lane: str, verdict: Verdict, shape: str | None) -> None:
     found = ask(probe, tree_of(lane))
 
     assert (found.verdict, found.shape) == (verdict, shape), found.summary()
@@ -52,7 +52,7 @@ def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
         },
     ],
 )
-def test_what_nobody_read_is_not_recognised(edit: dict[str, str] | None) -> None:
+def test_an_unknown_text_is_not_recognised(edit: dict[str, str] | None) -> None:
     assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
@@ -82,7 +82,7 @@ def test_a_repair_that_is_not_compiled_is_not_fixed(lane: str, edit: dict[str, s
     assert ask(probe, Edited(tree_of(lane), FILE, edit)).verdict is not Verdict.FIXED
 
 
-def test_a_text_with_the_repair_that_nobody_read_is_not_recognised() -> None:
+def test_an_unknown_text_with_the_repair_is_not_recognised() -> None:
     found = ask(probe, Edited(tree_of("edge"), FILE, {"#include": "// as it was\n#include"}))
 
     assert found.verdict is Verdict.UNRECOGNISED

@@ -9,7 +9,7 @@ from megacpp_overlays.feature_probes.tp_attention_sinks import CORE, LATENT_TARG
 from megacpp_overlays.model import Verdict
 
 
-def test_what_is_not_there_is_absent() -> None:
+def test_a_missing_target_is_absent() -> None:
     kind = "class {}Attention:\n    def __init__(self): pass\n"
     attention = kind.format("Self") + kind.format("Cross")
     assert ask(probe, Texts({TARGET.module: None, CORE: None})).verdict is Verdict.ABSENT
@@ -26,7 +26,7 @@ def test_what_is_not_there_is_absent() -> None:
         "class SelfAttention: pass\nclass CrossAttention: pass\n",
     ],
 )
-def test_what_comes_from_elsewhere_is_not_absent(text: str) -> None:
+def test_a_name_that_is_imported_from_elsewhere_is_not_absent(text: str) -> None:
     assert ask(probe, Texts({TARGET.module: text, CORE: "softmax_offset = None"})).verdict is Verdict.UNRECOGNISED
 
 

@@ -25,6 +25,6 @@ def test_a_broken_release_names_the_norms_whose_gradients_are_summed(version: st
     assert ("output norms" in finding.summary()) == (version in WITH_NETS)
 
 
-def test_what_is_not_there_is_absent() -> None:
+def test_a_missing_target_is_absent() -> None:
     assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
     assert ask(probe, Texts({TARGET.module: "def other(): pass"})).verdict is Verdict.ABSENT

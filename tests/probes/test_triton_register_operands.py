@@ -48,7 +48,7 @@ def test_every_broken_shape_has_advice() -> None:
     ],
     ids=["an import", "a name", "a base"],
 )
-def test_a_compiler_that_nobody_measured_is_not_recognised(lane: str, edit: dict[str, str]) -> None:
+def test_a_compiler_that_was_not_measured_is_not_recognised(lane: str, edit: dict[str, str]) -> None:
     assert ask(probe, Edited(tree_of(lane), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 

@@ -172,7 +172,7 @@ def test_importing_a_target_for_the_first_time_drops_nothing(
     assert "dropped" not in capfd.readouterr().err
 
 
-def test_what_a_witness_compiled_through_the_original_is_dropped_before_the_seam_goes_in(
+def test_graphs_that_a_witness_compiled_through_the_original_are_dropped_before_the_seam_goes_in(
     traceable: Upstream, session: SessionMaker
 ) -> None:
     traceable.write(
@@ -193,7 +193,7 @@ def test_what_a_witness_compiled_through_the_original_is_dropped_before_the_seam
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
+def test_graphs_that_a_self_test_compiled_go_with_the_seam_that_failed_it(
     traceable: Upstream, session: SessionMaker, late: bool
 ) -> None:
     steps: list[Any] = []
@@ -208,7 +208,7 @@ def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
         step()
 
     record = current.audit().records[0]
-    assert (record.decision, "20.0 is not the expected value" in record.reason) == (Decision.CONFLICT, True)
+    assert (record.decision, "20.0 is not the" in record.reason) == (Decision.CONFLICT, True)
     assert steps[0](torch.ones(1)).item() == 2
 
 
@@ -225,7 +225,7 @@ def test_a_second_session_that_adopts_a_seam_drops_nothing(
     assert "dropped" not in capfd.readouterr().err
 
 
-def test_dropping_keeps_what_is_not_ours(traceable: Upstream, session: SessionMaker) -> None:
+def test_dropping_keeps_graphs_of_others(traceable: Upstream, session: SessionMaker) -> None:
     heard: list[object] = []
     dynamo.on_compile_start(heard.append)
     block = traceable.load().Block()
@@ -352,7 +352,7 @@ def test_undoing_and_arming_between_two_graphs_of_one_function_act_as_they_do_un
         assert [each.item() for each in whole(torch.ones(1))] == [20, 2, 20]
 
 
-def test_an_untraced_function_is_called_as_it_is_by_what_was_compiled() -> None:
+def test_compiled_code_calls_an_untraced_function_as_it_is() -> None:
     called: list[bool] = []
 
     def double(x: Any) -> Any:

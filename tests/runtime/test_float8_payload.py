@@ -119,7 +119,7 @@ OTHERWISE = [
 
 
 @pytest.mark.parametrize(("layout", "change"), OTHERWISE, ids=map(str, range(len(OTHERWISE))))
-def test_what_is_stored_in_another_way_is_not_read(
+def test_a_tensor_that_is_stored_in_another_way_is_not_read(
     layout: str, change: Callable[[Any], None], engine: SimpleNamespace
 ) -> None:
     tensor = LAYOUTS[layout](engine, 6, 2, 1, 300)

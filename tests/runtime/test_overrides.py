@@ -64,7 +64,7 @@ class Replaced(Base):
 
 
 @pytest.mark.parametrize("kind", [Base, Inherits, BySuper, ByName])
-def test_what_calls_the_base_gets_there(kind: type) -> None:
+def test_an_override_that_calls_the_base_reaches_it(kind: type) -> None:
     assert reaches(kind, "method", lambda owner, _: owner is Base)
 
 

@@ -87,7 +87,7 @@ PLAIN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_is_not_quantized(name: str) -> None:
+def test_tensors_that_are_not_quantized(name: str) -> None:
     assert not quantized.is_quantized(PLAIN[name]())
 
 
@@ -95,7 +95,7 @@ def test_a_wrapper_without_storage_that_dequantizes_itself_is_quantized() -> Non
     assert quantized.is_quantized(Quantized(ones()))
 
 
-def test_the_family_of_transformer_engine_is_quantized_whatever_its_storage_says() -> None:
+def test_the_family_of_transformer_engine_is_quantized_with_any_storage() -> None:
     base = of_transformer_engine()
     derived = type("Anything", (base,), {"__module__": "transformer_engine.pytorch.tensor.later"})
     assert quantized.is_quantized(base(ones()))
@@ -130,7 +130,7 @@ def test_gradients_reach_a_wrapper_whose_dequantize_forgets_them(cls: type) -> N
     assert torch.equal(tensor.grad, torch.full((2, 3), 3.0, dtype=BF16))
 
 
-def test_gradients_go_on_to_what_the_wrapper_was_made_from() -> None:
+def test_gradients_go_on_to_the_tensor_that_the_wrapper_was_made_from() -> None:
     class Quantize(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> Any:
@@ -168,7 +168,7 @@ def test_a_dequantize_that_carries_gradients_is_left_alone() -> None:
     assert type(opened.grad_fn).__name__ == "StraightBackward"
 
 
-def test_what_the_wrapper_holds_gets_no_history() -> None:
+def test_the_payload_of_the_wrapper_gets_no_history() -> None:
     payload = ones().to(BF16)
     opened = quantized.dequantized(Itself(payload, requires_grad=True))
     assert opened.requires_grad
@@ -195,7 +195,7 @@ def test_another_dtype_becomes_the_one_that_was_promised() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, torch.ones(1), "self"])
-def test_what_dequantize_may_not_return(answer: Any) -> None:
+def test_results_that_dequantize_may_not_return(answer: Any) -> None:
     class Wrong(Wrapper):
         def dequantize(self) -> Any:
             return self if answer == "self" else answer

@@ -42,7 +42,7 @@ def answer(backward: Callable[..., Any] = known, **given: Any) -> Any:
     return trace.gradient(trace.returned)  # type: ignore[attr-defined]
 
 
-def test_the_gradient_is_what_was_multiplied_as_a_view() -> None:
+def test_the_gradient_is_the_multiplied_tensor_as_a_view() -> None:
     found = answer()
 
     assert found.shape == (2, 5, 6)
@@ -123,7 +123,7 @@ def other(q: Any, weights: Any, k: Any, how: str) -> Any:
         ("a sum", "it calls add with its inputs"),
     ],
 )
-def test_whatever_else_it_does_is_an_error_with_a_way_out(how: str, says: str) -> None:
+def test_every_other_operation_is_an_error_with_a_way_out(how: str, says: str) -> None:
     with pytest.raises((RuntimeError, AttributeError), match=f"({says}).*: look elsewhere"):
         answer(other, how=how)
 
@@ -164,7 +164,7 @@ def test_tensors_are_free_once_the_question_is_gone() -> None:
         gc.enable()
 
 
-def test_nobody_has_to_know_all_attributes() -> None:
+def test_an_unknown_attribute_is_missing() -> None:
     proxy = BackwardTrace(Q, WEIGHTS, K, "").proxies()[0]
 
     assert isinstance(proxy, ProxyTensor)

@@ -54,7 +54,7 @@ def test_a_note_ends_with_its_tensor() -> None:
     assert ended == [1]
 
 
-def test_a_note_goes_with_what_autograd_saves_for_the_backward_pass() -> None:
+def test_a_note_goes_with_tensors_that_autograd_saves_for_the_backward_pass() -> None:
     notes: TensorNotes[str] = TensorNotes()
     found: list[str | None] = []
 
@@ -127,7 +127,7 @@ def test_no_module_has_another_mapping_by_objects() -> None:
     assert found == {BY_OPTIMIZER}
 
 
-def test_what_is_cached_depends_on_values_alone() -> None:
+def test_cached_results_depend_on_values_alone() -> None:
     cached = {
         f"{path}: {each.name}": {ast.unparse(one.annotation) for one in each.args.args if one.annotation is not None}
         for path, source in SOURCES.items()

@@ -309,7 +309,9 @@ def test_the_listed_forms_do_rebind_when_they_are_run(form: str) -> None:
 @pytest.mark.parametrize("form", forms(LEAVES_ALONE))
 @settings(max_examples=10)
 @given(nests=nests, before=harmless)
-def test_what_binds_no_such_name_is_not_taken_for_a_binding(form: str, nests: list[str], before: list[str]) -> None:
+def test_code_that_binds_no_such_name_is_not_taken_for_a_binding(
+    form: str, nests: list[str], before: list[str]
+) -> None:
     text = "\n".join([MODULE, *before, nested(form, nests)])
 
     assert {symbol: len(nodes) for symbol, nodes in bindings(text).items()} == {
@@ -330,7 +332,7 @@ def test_a_name_that_nothing_binds_has_no_bindings() -> None:
     assert found.of("missing") == found.of("Layer.missing") == found.anywhere("missing") == found.changes("Layer") == []
 
 
-def test_attributes_that_are_set_on_what_a_name_means_are_found_by_that_name() -> None:
+def test_attributes_that_are_set_on_the_value_of_a_name_are_found_by_that_name() -> None:
     found = Bindings(
         ast.parse(f"{MODULE}\nLayer.weight = 1\nsetattr(Layer, 'bias', 2)\ndel Layer.weight\nUnrelated.x = 3")
     )
@@ -362,7 +364,7 @@ async def f():\n    async for x in y: ...
 
 
 @pytest.mark.parametrize("statement", forms(BINDS_X))
-def test_names_bound_below_a_node_are_found_in_whatever_scope(statement: str) -> None:
+def test_names_bound_below_a_node_are_found_in_every_scope(statement: str) -> None:
     assert binders(ast.parse(statement), "x")
 
 

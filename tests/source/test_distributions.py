@@ -34,7 +34,7 @@ def test_a_module_from_elsewhere_is_not_passed_off_as_the_installed_version(upst
     assert distributions.describe(upstream.name, "/src/core/layers.py") == "1.2, but loaded from /src/core/layers.py"
 
 
-def test_what_is_not_installed_has_no_version() -> None:
+def test_a_distribution_that_is_not_installed_has_no_version() -> None:
     assert distributions.version("no-such-distribution") is None
     assert distributions.describe("no-such-distribution", None) is None
     assert distributions.describe("no-such-distribution", "/src/x.py") == "unversioned, loaded from /src/x.py"

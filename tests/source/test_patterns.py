@@ -53,7 +53,7 @@ def texts(nodes: list[ast.AST]) -> list[str]:
     return [ast.unparse(node) for node in nodes]
 
 
-def test_holes_hold_what_stands_in_their_place() -> None:
+def test_holes_hold_the_code_in_their_place() -> None:
     found = BRANCH.match(statement(CODE))
 
     assert found is not None
@@ -87,7 +87,7 @@ def test_holes_hold_what_stands_in_their_place() -> None:
         ("    raise", "    else:\n        pass\n    raise"),
     ],
 )
-def test_whatever_is_no_hole_counts(old: str, new: str) -> None:
+def test_all_code_outside_of_holes_counts(old: str, new: str) -> None:
     changed = CODE.replace(old, new, 1)
     assert changed != CODE
 
@@ -154,7 +154,7 @@ def test_holes_stand_for_names_too(pattern: str, code: str, held: dict[str, str]
     assert {name: found.text(name) for name in held} == held
 
 
-def test_any_number_leaves_what_follows_its_due() -> None:
+def test_a_hole_for_any_number_leaves_enough_for_the_rest() -> None:
     found = match("$$before\nmark($x)\n$$between\nmark($x)\n$$after", "mark(a)\nmark(b)\nc\nmark(b)\nd")
 
     assert found is not None
@@ -174,7 +174,7 @@ def test_an_earlier_hole_gives_way_to_a_later_one() -> None:
     assert texts(found.many("x")) == ["a", "b"]
 
 
-def test_what_is_found_comes_outermost_first_with_its_place() -> None:
+def test_matches_come_outermost_first_with_their_places() -> None:
     code = ast.parse("f(f(1))\nif x:\n    f(2)\n")
 
     assert [found.text("x") for found in Pattern("f($x)").find(code)] == ["f(1)", "1", "2"]
@@ -252,7 +252,7 @@ def test_code_matches_itself(program: str) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(program=PROGRAMS, data=st.data())
-def test_a_hole_holds_what_was_cut_out(program: str, data: st.DataObject) -> None:
+def test_a_hole_holds_the_code_that_was_cut_out(program: str, data: st.DataObject) -> None:
     syntax = ast.parse(program)
     loads = [node for node in ast.walk(syntax) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     if not loads:

@@ -50,7 +50,7 @@ def finding(folder: Path, tmp_path: Path) -> Any:
     return probing.known_or_examined(part(), DirectoryTree(folder.parents[1]), settings)
 
 
-def test_the_newest_release_is_known_whatever_was_compiled_of_it(copy: Path) -> None:
+def test_the_newest_release_is_known_with_any_compiled_files(copy: Path) -> None:
     (copy / "__pycache__").mkdir(exist_ok=True)
     (copy / "__pycache__" / "made.cpython-312.pyc").write_bytes(b"")
     (copy / "notes.txt").write_text("")
@@ -78,7 +78,7 @@ def test_one_file_that_is_another_makes_it_no_release(change: str, copy: Path) -
     assert published.release_of(part().target, DirectoryTree(copy.parents[1])) is None
 
 
-def test_the_half_of_launchers_is_a_release_only_beside_the_core_that_it_calls(wheels: Path, tmp_path: Path) -> None:
+def test_the_half_of_launchers_is_a_release_only_with_the_core_that_it_calls(wheels: Path, tmp_path: Path) -> None:
     def release() -> str | None:
         published.digest_of_folder.cache_clear()
         training = part().target._replace(module="megatron.training.checkpointing")

@@ -28,7 +28,7 @@ def as_if_read(tree: SourceTree, *places: str) -> Repairs:
 READ = as_if_read(layers(), *PLACES)
 
 
-def test_a_repair_that_was_read_is_fixed_and_says_where_it_was_read_and_what_was_compared() -> None:
+def test_a_known_repair_is_fixed_and_names_its_tree_and_the_compared_places() -> None:
     finding = judged(layers(), READ, SEEN)
 
     assert (finding.verdict, finding.proof) == (Verdict.FIXED, Proof.READ)
@@ -47,7 +47,7 @@ def test_a_repair_that_was_read_is_fixed_and_says_where_it_was_read_and_what_was
     ],
     ids=["comments", "another method", "inside a base", "another constant", "another import"],
 )
-def test_what_a_repair_does_not_go_through_may_change(old: str, new: str) -> None:
+def test_code_outside_of_a_repair_may_change(old: str, new: str) -> None:
     assert LAYERS.replace(old, new) != LAYERS
     assert judged(layers(LAYERS.replace(old, new)), READ, SEEN).verdict is Verdict.FIXED
 
@@ -141,7 +141,7 @@ def test_a_module_whose_text_is_known_is_not_parsed() -> None:
     assert judged(layers(f"{LAYERS}MORE = 1\n"), read, SEEN, texts=known).verdict is Verdict.UNRECOGNISED
 
 
-def test_the_nearest_tree_is_named_by_what_differs() -> None:
+def test_the_nearest_tree_is_named_with_the_difference() -> None:
     two = table(PLACES[:2], {"a": "0 1", "b": f"{meaning(layers(), PLACES[0])} 1"})
 
     finding = judged(layers(), two, SEEN)

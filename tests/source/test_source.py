@@ -189,7 +189,7 @@ def test_a_text_is_parsed_once_and_a_file_is_read_each_time(upstream: Upstream) 
     assert tree.module("no_such_module") is None
 
 
-def test_of_what_was_parsed_the_last_few_are_kept_until_they_are_forgotten(upstream: Upstream) -> None:
+def test_the_last_few_parsed_texts_are_kept_until_they_are_forgotten(upstream: Upstream) -> None:
     names = [f"module_{number}" for number in range(ParsedOnce.KEPT + 1)]
     for name in names:
         upstream.write("x = 1\n", module=name)
@@ -274,7 +274,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("how", UNREADABLE)
-def test_what_is_there_and_cannot_be_read_is_an_error_and_not_absent(upstream: Upstream, how: str) -> None:
+def test_an_unreadable_module_is_an_error_and_not_absent(upstream: Upstream, how: str) -> None:
     said = unreadable(upstream.folder / upstream.name, "odd", how)
 
     for tree in (InstalledTree(), DirectoryTree(upstream.folder)):

@@ -46,7 +46,7 @@ def test_an_audit_is_the_same_as_itself(audit: Audit, tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "Nothing has changed.\n"
 
 
-def test_an_upgrade_is_told_with_its_cause_and_its_consequence(
+def test_an_upgrade_is_reported_with_its_cause_and_its_consequence(
     audit: Audit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = copy.deepcopy(audit)
@@ -152,7 +152,7 @@ def test_an_audit_is_found_under_the_key_that_a_report_keeps_it_under(audit: Aud
     ],
     ids=lambda value: None if value is None else value[:50],
 )
-def test_what_is_no_audit_is_named_and_is_not_called_a_difference(
+def test_a_file_that_is_no_audit_is_named_and_is_not_called_a_difference(
     audit: Audit, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
 ) -> None:
     good, bad = kept(tmp_path, "good.json", audit), tmp_path / "bad.json"
@@ -176,7 +176,7 @@ def test_what_is_no_audit_is_named_and_is_not_called_a_difference(
     ],
     ids=str,
 )
-def test_what_cannot_be_shown_as_a_page_is_named_and_is_not_called_a_difference(
+def test_an_audit_that_cannot_be_shown_as_a_page_is_named_and_is_not_called_a_difference(
     audit: Audit, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, object], says: str
 ) -> None:
     decisions = [{**audit["decisions"][0], **wrong}, *audit["decisions"][1:]]

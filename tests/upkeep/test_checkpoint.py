@@ -91,7 +91,7 @@ def test_a_checkpoint_whose_state_is_its_own_is_right(tmp_path: Path, said: Said
     assert (code, text.strip()) == (0, f"{tmp_path}: right: all parameters are right")
 
 
-def test_one_that_was_written_broken_is_told_with_its_parameters(tmp_path: Path, said: Said) -> None:
+def test_a_broken_checkpoint_is_reported_with_its_parameters(tmp_path: Path, said: Said) -> None:
     code, text = said(
         write(tmp_path, parameter("first"), parameter("inner", ahead=128), parameter("the last", ahead=200, behind=0))
     )
@@ -129,7 +129,7 @@ def test_other_formats_are_not_concerned(tmp_path: Path, said: Said) -> None:
     assert (code, "not concerned" in text) == (0, True)
 
 
-def test_masters_that_differ_without_a_mark_cannot_be_told(tmp_path: Path, said: Said) -> None:
+def test_masters_that_differ_without_a_mark_are_undecided(tmp_path: Path, said: Said) -> None:
     state = parameter()
     state["rows"] = (state["rows"].float() * 1.05).bfloat16()  # as a weight that went through FP8
 
@@ -148,7 +148,7 @@ def test_masters_that_differ_without_a_mark_cannot_be_told(tmp_path: Path, said:
     ],
     ids=["no weight", "another shape"],
 )
-def test_masters_with_nothing_to_compare_them_with_cannot_be_told(
+def test_masters_with_nothing_to_compare_them_with_are_undecided(
     tmp_path: Path, said: Said, change: Callable[[dict[str, Any]], object], why: str
 ) -> None:
     state = parameter(ahead=128)
@@ -225,7 +225,7 @@ def test_each_shard_of_a_parameter_is_compared(shards: Path, said: Said) -> None
     assert "rows: its fp32 weights begin 64 elements too far on" in text
 
 
-def test_a_shard_of_zeros_beside_one_that_is_right_cannot_be_told(shards: Path, said: Said) -> None:
+def test_a_shard_of_zeros_next_to_a_right_one_is_undecided(shards: Path, said: Said) -> None:
     """As where a vocabulary grew at a restart, by the rows of a whole rank, and was saved before it was trained on."""
     code, text = said(shards / "grown")
 
@@ -233,7 +233,7 @@ def test_a_shard_of_zeros_beside_one_that_is_right_cannot_be_told(shards: Path, 
     assert "rows: its fp32 weights are not its weights, and do not say why" in text
 
 
-def test_nothing_but_zeros_is_told_where_no_shard_is_right(tmp_path: Path, said: Said) -> None:
+def test_nothing_but_zeros_is_reported_where_no_shard_is_right(tmp_path: Path, said: Said) -> None:
     code, text = said(write(tmp_path, parameter("first"), parameter("the last", ahead=COUNT, behind=0)))
 
     assert code == 1
@@ -523,7 +523,7 @@ def test_nothing_that_a_tensor_names_is_called(tmp_path: Path, said: Said) -> No
     assert not (tmp_path / "made").exists()
 
 
-def test_without_torch_it_says_what_it_needs(tmp_path: Path) -> None:
+def test_without_torch_the_error_names_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "saved", parameter())
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "torch.py").write_text("raise ModuleNotFoundError('there is none', name='torch')\n")

@@ -103,7 +103,7 @@ def test_data_has_the_hash_of_each_file_that_differs(drift: Drift, target: Path)
     ]
 
 
-def test_quick_and_what_cannot_be_checked_say_so(drift: Drift, target: Path) -> None:
+def test_quick_and_distributions_that_cannot_be_checked_are_named(drift: Drift, target: Path) -> None:
     quick = drift("--quick")
     (target / "liger_kernel-0.8.5.dist-info" / "RECORD").unlink()
     unchecked = drift()
@@ -118,7 +118,7 @@ def test_quick_and_what_cannot_be_checked_say_so(drift: Drift, target: Path) -> 
 # In a process
 
 
-def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift, upstream: Upstream) -> None:
+def test_replacements_of_a_launcher_and_of_overlays_are_both_named(drift: Drift, upstream: Upstream) -> None:
     env = launchers.environment(upstream)
     launcher = f"launcher_of_{upstream.name}"
     text = """
@@ -196,7 +196,7 @@ def test_a_distribution_that_was_asked_for_and_is_not_here_is_not_clean(
     assert "no drift" not in says
 
 
-def test_all_looks_at_what_nobody_asked_for(
+def test_all_includes_distributions_that_were_not_asked_for(
     tmp_path: Path,
     session: Callable[..., Session],
     monkeypatch: pytest.MonkeyPatch,

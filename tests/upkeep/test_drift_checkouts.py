@@ -282,7 +282,7 @@ def test_an_editable_install_that_names_no_package_is_compared_as_a_whole(
     assert [each.file for each in row.differences] == ["notes.txt"]
 
 
-def test_a_checkout_with_its_metadata_beside_it_is_its_commit(
+def test_a_checkout_with_its_metadata_next_to_it_is_its_commit(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = checkout / "src" / "lab_ops.egg-info"

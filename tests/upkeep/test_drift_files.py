@@ -61,7 +61,7 @@ def found(report: DriftReport) -> Mapping[str, Kind]:
     return {each.file: each.kind for row in report.rows for each in row.differences}
 
 
-def test_what_pip_installed_is_clean_scripts_and_bytecode_included(
+def test_an_installation_by_pip_is_clean_scripts_and_bytecode_included(
     target: Path, examine: Callable[..., DriftReport]
 ) -> None:
     cache = target / "fast_ops" / "__pycache__"
@@ -77,7 +77,7 @@ def test_what_pip_installed_is_clean_scripts_and_bytecode_included(
     assert report.rows[0].checked >= len(FILES) + 4
 
 
-def test_what_uv_installed_is_restored_past_its_cache(target: Path, examine: Callable[..., DriftReport]) -> None:
+def test_an_installation_by_uv_is_restored_past_its_cache(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops-1.0.dist-info" / "INSTALLER").write_text("uv")
 
     assert "uv pip install --reinstall --no-cache --no-deps fast-ops==1.0" in examine().rows[0].restore
@@ -172,7 +172,7 @@ def test_a_build_from_a_repository_names_its_commit(target: Path, examine: Calla
     assert row.restore.endswith(" git+https://example.org/fast.git@0123456789abcdef0123")
 
 
-def test_a_person_asks_by_any_spelling_and_for_what_is_installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_person_asks_by_any_spelling_of_an_installed_name(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = installed_in(target, monkeypatch)
 
     assert drift.demand(["Fast_Ops", "fast.ops"], installed) == ("fast-ops",)
@@ -214,7 +214,7 @@ def test_a_link_to_a_folder_is_a_file_of_its_own(
     assert found(examine()) == {"fast_ops/scale": Kind.ADDED, "fast_ops/kernels": Kind.ADDED}
 
 
-def test_a_link_in_place_of_a_part_belongs_to_whoever_has_the_part(
+def test_a_link_in_place_of_a_part_belongs_to_the_distribution_of_the_part(
     target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
     shutil.move(target / "lab" / "more", tmp_path / "more")
@@ -274,7 +274,7 @@ def test_a_cache_that_lies_elsewhere_is_named(
     assert found(examine()) == {"fast_ops/__pycache__": Kind.ADDED}
 
 
-def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callable[..., DriftReport]) -> None:
+def test_a_missing_distribution_that_was_asked_for_by_name_is_not_clean(examine: Callable[..., DriftReport]) -> None:
     usual = examine("fast-ops", "never-published")
     assert ([row.distribution for row in usual.rows], usual.absent) == (["fast-ops"], ("never-published",))
     assert usual.clean
@@ -282,7 +282,7 @@ def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callab
     assert examine("fast-ops", required=True).clean
 
 
-def test_what_record_names_outside_of_the_environment_is_not_read(
+def test_a_file_of_record_outside_of_the_environment_is_not_read(
     target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
     """Otherwise a RECORD could make the command print the hash of any file of this user."""
@@ -298,7 +298,7 @@ def test_what_record_names_outside_of_the_environment_is_not_read(
     assert row.differences == ()
 
 
-def test_what_lies_in_the_environment_beside_its_packages_is_read(
+def test_files_of_the_environment_next_to_its_packages_are_read(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
@@ -315,7 +315,7 @@ def test_what_lies_in_the_environment_beside_its_packages_is_read(
     assert [*found(drift.examine(("fast-ops",), installed_in(packages, monkeypatch), ()))] == ["../../../bin/fast-ops"]
 
 
-def test_a_fifo_stops_nobody(target: Path, examine: Callable[..., DriftReport]) -> None:
+def test_a_fifo_does_not_block(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops" / "scale.py").unlink()
     for name in ("scale.py", "hot.py", "__pycache__/scale.cpython-312.pyc"):
         (target / "fast_ops" / name).parent.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ def entry(file: str = "a/b.py", text: str = "x = 1\n", algorithm: str = "sha256"
 
 
 @given(st.lists(st.tuples(PATHS, st.binary(max_size=64), st.booleans()), max_size=8))
-def test_what_an_installer_writes_is_read_as_it_was_meant(rows: list[tuple[str, bytes, bool]]) -> None:
+def test_records_of_installers_are_read_as_they_were_meant(rows: list[tuple[str, bytes, bool]]) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     for path, content, hashed in rows:
@@ -53,12 +53,12 @@ def test_what_an_installer_writes_is_read_as_it_was_meant(rows: list[tuple[str, 
         ("x" * 200_000 + ",,\n", "RECORD cannot be read"),
     ],
 )
-def test_what_is_no_record_is_refused_by_line(text: str, says: str) -> None:
+def test_a_malformed_record_is_refused_by_line(text: str, says: str) -> None:
     with pytest.raises(UpkeepError, match=says):
         records.parse(text)
 
 
-def test_padding_an_upper_case_algorithm_and_a_leading_dot_are_what_some_tools_write() -> None:
+def test_some_tools_write_padding_an_upper_case_algorithm_and_a_leading_dot() -> None:
     found = records.parse("./a.py,SHA256=abc==,3\n\n")
 
     assert found == (RecordEntry(file="a.py", algorithm="sha256", digest="abc", size=3),)

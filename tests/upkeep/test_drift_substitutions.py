@@ -436,7 +436,7 @@ def test_nested_generated_and_branching_classes_are_looked_into(
     [lambda: theirs, lambda: functools.partial(theirs, 1), Callee, lambda: functools.partialmethod(theirs)],
     ids=["function", "partial", "object", "partialmethod"],
 )
-def test_what_is_put_over_an_inherited_method_is_found_and_data_is_not(
+def test_a_function_over_an_inherited_method_is_found_and_data_is_not(
     module: types.ModuleType, look: Callable[[], ProcessDrift], make: Callable[[], Any]
 ) -> None:
     module.Child.forward = make()
@@ -478,7 +478,7 @@ def test_an_imported_name_that_leads_elsewhere_is_found(
 
 
 @pytest.mark.usefixtures("user")
-def test_what_is_replaced_at_home_is_named_there_alone(
+def test_a_replacement_in_the_defining_module_is_named_there_alone(
     module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     for name in ("plain", "decorated", "Child", "square"):
@@ -519,7 +519,7 @@ def test_names_that_change_by_themselves_are_passed_by(
     assert look().replaced == ()
 
 
-def test_a_module_and_a_function_of_one_name_are_told_apart_by_nobody(
+def test_a_module_and_a_function_of_one_name_are_not_distinguished(
     upstream: Upstream, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write("def start(x):\n    return x\n", module="start")
@@ -566,7 +566,7 @@ def test_names_that_overlays_rebound_are_ours(
     assert [(each.module, each.overlay) for each in look().replaced] == [(upstream.module_name, "double-fix")]
 
 
-def test_what_a_library_makes_may_come_by_way_of_another_module_of_the_package(
+def test_a_wrapper_of_a_library_may_come_by_way_of_another_module_of_the_package(
     upstream: Upstream, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write(
@@ -583,7 +583,7 @@ def test_what_a_library_makes_may_come_by_way_of_another_module_of_the_package(
     assert "a wrapper of wrapt around it: " in owners(look())["step"]
 
 
-def test_what_stays_within_the_package_and_its_libraries_is_not_seen(
+def test_changes_within_the_package_and_its_libraries_are_not_seen(
     module: types.ModuleType, user: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     module.plain = module.cached  # type: ignore[attr-defined]
@@ -595,7 +595,7 @@ def test_what_stays_within_the_package_and_its_libraries_is_not_seen(
     assert (look().replaced, look().unchecked) == ((), ())
 
 
-def test_code_that_somebody_compiled_into_the_module_itself_is_found(
+def test_code_that_was_compiled_into_the_module_itself_is_found(
     module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     exec("def plain(x):\n    return x + 1\n", vars(module))
@@ -703,7 +703,7 @@ def test_a_replaced_class_is_one_finding(module: types.ModuleType, look: Callabl
     assert f"({__file__}:" in found["Layer"]
 
 
-def test_seams_of_ours_are_tracked_and_what_is_around_them_is_not(
+def test_seams_of_ours_are_tracked_and_wrappers_around_them_are_not(
     upstream: Upstream, session: Callable[..., Session], look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write(BROKEN_TEXT)
@@ -745,7 +745,7 @@ def test_a_file_that_was_edited_under_the_process_cannot_be_compared(
     assert "layers.py was edited since it was imported" in found.unchecked[0]
 
 
-def test_what_cannot_be_read_or_looked_at_is_said(
+def test_modules_and_objects_that_cannot_be_read_are_named(
     upstream: Upstream, module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     class Shy:
@@ -836,7 +836,7 @@ def test_looking_imports_nothing_and_touches_no_device(run_python: Callable[...,
     ],
     ids=["current", "edge"],
 )
-def test_the_loaded_modules_of_a_release_hold_nothing_foreign_but_what_is_put_there(
+def test_the_loaded_modules_of_a_release_hold_no_foreign_code_except_our_own_replacement(
     python: Path, ours: set[str]
 ) -> None:
     assert python.exists(), f"there is no {python}: run `make setup`"

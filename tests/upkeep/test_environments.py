@@ -49,7 +49,7 @@ def link_interpreter(path: Path) -> Path:
 # The answer of an interpreter
 
 
-def test_an_environment_that_holds_the_pins_is_taken_whatever_else_it_has(tmp_path: Path) -> None:
+def test_an_environment_that_holds_the_pins_may_hold_more(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, INSTALLED, python=".".join(platform.python_version_tuple()[:2]))
 
     found = environments.of(lock, python=HERE)
@@ -155,7 +155,7 @@ def test_a_marker_is_about_the_interpreter_that_is_asked(tmp_path: Path, python_
     assert {name: pin.version for name, pin in found.lock.pins.items()} == {"one": pinned}
 
 
-def test_what_is_pinned_twice_there_is_a_difference_there_alone(tmp_path: Path) -> None:
+def test_a_distribution_that_is_pinned_twice_there_is_a_difference_there_alone(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, INSTALLED)
     lock.path.write_text(f"one==1.0 {HASH}\none==2.0 ; sys_platform == 'win32' {HASH}\n")
     lock = locks.read(lock.path)
@@ -242,7 +242,7 @@ def test_of_two_candidates_the_one_that_holds_the_lock_is_taken(tmp_path: Path) 
     assert environments.of(lock, folder=tmp_path / "envs").python == python
 
 
-def test_without_an_environment_the_error_says_where_it_was_looked_for_and_what_to_do(
+def test_without_an_environment_the_error_names_the_searched_folder_and_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

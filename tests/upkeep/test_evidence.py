@@ -64,7 +64,7 @@ def double_of(packs: Packs) -> inventory.Pack:
 # Probes and decisions
 
 
-def test_a_probe_reads_verdict_shape_version_and_what_is_due(broken: Environment) -> None:
+def test_a_probe_reads_verdict_shape_version_and_whether_it_is_due(broken: Environment) -> None:
     found = evidence.probe(broken)[ID]
 
     assert (found.verdict, found.shapes, found.due) == (Verdict.BROKEN, ("off-by-one",), False)
@@ -80,7 +80,7 @@ def test_probing_imports_nothing_of_upstream(tmp_path: Path) -> None:
     assert (found.verdict, found.shapes, found.due) == (Verdict.FIXED, (), True)
 
 
-def test_what_the_shell_has_set_up_does_not_count(
+def test_variables_of_the_shell_do_not_count(
     broken: Environment, packs: Packs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shadow = tmp_path / "shadow" / "made_target"
@@ -95,7 +95,7 @@ def test_what_the_shell_has_set_up_does_not_count(
     assert evidence.reproduce(broken, double_of(packs), ID)[0].sentinels == BOTH
 
 
-def test_the_pre_flight_says_what_was_decided_whatever_upstream_prints(tmp_path: Path) -> None:
+def test_the_pre_flight_returns_the_decisions_even_if_upstream_prints(tmp_path: Path) -> None:
     loud = made_environments.make(tmp_path / "loud", f"print('{{\\n\"decisions\": 1')\n{BROKEN_TEXT}", "1.0")
 
     (decided,) = evidence.pre_flight(loud)[ID]
@@ -146,7 +146,9 @@ def test_a_case_that_does_not_come_to_an_answer_has_failed(
     assert says in result.said[0].reason
 
 
-def test_a_case_that_this_host_cannot_run_is_blocked_and_progress_is_told(broken: Environment, packs: Packs) -> None:
+def test_a_case_that_this_host_cannot_run_is_blocked_and_progress_is_reported(
+    broken: Environment, packs: Packs
+) -> None:
     packs.write('raise Blocked("no such library")')
     lines: list[str] = []
 
@@ -190,7 +192,7 @@ def test_a_process_that_dies_without_an_answer_is_a_failed_case(
     assert [*result.said] == [Conclusion(Sentinel.FAILED, "the process was killed by signal 9 (Killed): no output")]
 
 
-def test_a_process_that_does_not_end_is_ended_with_what_it_started(
+def test_a_process_that_does_not_end_is_ended_with_its_children(
     broken: Environment, packs: Packs, tmp_path: Path
 ) -> None:
     note = tmp_path / "pid"

@@ -48,7 +48,7 @@ def edited(tree: SourceTree, name: str) -> Texts:
     return Texts({name: source.text + "\n# edited\n"}, tree)
 
 
-def test_what_is_kept_is_what_the_probe_finds(release: SourceTree, runs: list[str], tmp_path: Path) -> None:
+def test_the_kept_finding_is_the_probe_s(release: SourceTree, runs: list[str], tmp_path: Path) -> None:
     cache = FindingCache(tmp_path)
     first = cache.derive(PART, release)
     cache.save()
@@ -100,7 +100,7 @@ class Unreadable(Texts):
         return super().module(name)
 
 
-def test_a_module_that_cannot_be_read_is_told_by_the_probe(release: SourceTree) -> None:
+def test_a_module_that_cannot_be_read_is_reported_by_the_probe(release: SourceTree) -> None:
     cache = FindingCache()
     cache.derive(PART, release)
     unreadable = Unreadable({}, release)

@@ -53,7 +53,7 @@ def report(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("current")
-def test_a_form_that_is_not_recognised_is_told_by_the_fingerprints_of_its_functions(
+def test_a_form_that_is_not_recognised_is_described_by_the_fingerprints_of_its_functions(
     upstream: Upstream, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = report(capsys)

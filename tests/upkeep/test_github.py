@@ -79,7 +79,7 @@ def test_credentials_of_a_netrc_file_are_not_sent(
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
-def test_no_proxy_sees_what_goes_to_this_machine(
+def test_no_proxy_sees_requests_to_this_machine(
     host: Host, monkeypatch: pytest.MonkeyPatch, name: str, variable: str
 ) -> None:
     host.put(PATH, github_host.issue("o/r", 1))
@@ -240,7 +240,7 @@ def test_a_reply_that_is_no_answer_is_one_failed_answer_with_its_reason(
 
 
 @pytest.mark.parametrize("reply", [NOT_FOUND, Reply({"message": "This issue was deleted"}, 410)], ids=["404", "410"])
-def test_what_is_not_there_is_gone(host: Host, client: Callable[..., Client], reply: Reply) -> None:
+def test_a_missing_address_is_gone(host: Host, client: Callable[..., Client], reply: Reply) -> None:
     host.put(PATH, reply)
 
     with pytest.raises(GoneError, match="not there"):

@@ -62,7 +62,7 @@ def release(wheel: Callable[[str, str], Path], tmp_path: Path) -> ReleaseTree:
 @pytest.mark.full
 @pytest.mark.upstream
 @pytest.mark.unmeasured_children
-def test_what_was_learned_of_a_release_decides_without_a_witness_until_its_form_changes(
+def test_a_learned_record_of_a_release_decides_without_a_witness_until_its_form_changes(
     checkout: Path, release: ReleaseTree
 ) -> None:
     how = LearnOptions(Path(sys.executable), workers=2, only=(OVERLAY,), root=checkout)
@@ -103,7 +103,7 @@ def test_a_tree_that_lacks_a_package_is_refused(tmp_path: Path, distribution: st
 
 
 @pytest.mark.parametrize("only", [(), (OVERLAY,)], ids=["a whole release", "one overlay once more"])
-def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
+def test_lessons_are_written_next_to_those_of_other_releases(
     tmp_path: Path, part: Erratum, only: tuple[str, ...]
 ) -> None:
     how = LearnOptions(Path(sys.executable), workers=1, only=only, root=tmp_path)
@@ -180,7 +180,7 @@ def test_a_release_that_has_a_recorded_form_is_named_with_it(form: dict[str, Any
     assert found["trees"] == ["0.8.9", "0.8.10", "main abc"]
 
 
-def test_a_form_that_was_shown_to_be_broken_is_recorded_with_what_others_of_its_shape_rest_on(
+def test_a_form_that_was_shown_to_be_broken_is_recorded_with_the_evidence_of_its_shape(
     form: dict[str, Any],
 ) -> None:
     _, found = add(form, TEXT.replace("x + x", "2 * x"), SHOWN)
@@ -195,7 +195,9 @@ def test_a_form_that_was_shown_to_be_broken_is_recorded_with_what_others_of_its_
     "shown",
     [None, {"verdict": None, "shape": None}, {"verdict": "FIXED", "shape": None}, {**SHOWN, "shape": NOT_REPAIRED}],
 )
-def test_what_was_not_shown_to_be_repaired_is_no_form(form: dict[str, Any], shown: dict[str, Any] | None) -> None:
+def test_a_release_that_was_not_shown_to_be_repaired_is_no_form(
+    form: dict[str, Any], shown: dict[str, Any] | None
+) -> None:
     assert add(form, TEXT.replace("x + x", "2 * x"), shown) == [form]
 
 
@@ -205,7 +207,7 @@ def test_a_release_that_reproducers_say_otherwise_of_is_not_named_with_a_form(fo
     assert found["trees"] == ["0.8.9", "main abc"]
 
 
-def test_what_is_shipped_was_learned_with_the_code_that_is_here() -> None:
+def test_shipped_records_were_learned_with_the_present_code() -> None:
     parts = {known.name_of(each): each for each in registry.load()}
     kept = {
         (release, name): data
@@ -242,7 +244,9 @@ UNRECOGNISED = Finding(
 )
 
 
-def test_a_record_says_what_when_and_where_and_is_proved_by_the_release(part: Erratum, record: dict[str, Any]) -> None:
+def test_a_record_names_finding_date_and_release_and_is_proved_by_the_release(
+    part: Erratum, record: dict[str, Any]
+) -> None:
     found = learned.in_release(part, "0.9.0", UNRECOGNISED)
 
     assert (found.verdict, found.shape, found.proof) == (Verdict.BROKEN, SHAPE, Proof.LEARNED)
@@ -264,7 +268,7 @@ def test_a_record_is_about_its_release_alone(part: Erratum, record: dict[str, An
     assert learned.in_release(part, "0.9.1", UNRECOGNISED) is UNRECOGNISED
 
 
-def test_what_a_probe_recognises_needs_no_record(part: Erratum, record: dict[str, Any]) -> None:
+def test_a_form_that_a_probe_recognises_needs_no_record(part: Erratum, record: dict[str, Any]) -> None:
     recognised = Finding(verdict=Verdict.BROKEN, shape="another", evidence=(Evidence("read"),))
 
     assert learned.in_release(part, "0.9.0", recognised) is recognised
@@ -327,7 +331,7 @@ def test_a_case_that_showed_a_user_the_defect_outweighs_the_record(
 # Output and errors
 
 
-def test_lines_count_name_what_changed_and_what_needs_a_person() -> None:
+def test_lines_count_and_name_changes_and_overlays_that_need_a_person() -> None:
     tree = ReleaseTree("megatron-core", "0.20.0", Path("nowhere"))
     lessons = (Lesson("one", "m", Verdict.BROKEN, "seen"), Lesson("three", "m", None, "no GPU"))
     decisions = {

@@ -264,7 +264,7 @@ PINS = st.dictionaries(
 @pytest.mark.unmeasured
 @settings(max_examples=25)
 @given(pins=PINS, comments=st.booleans())
-def test_what_is_written_is_what_is_read(
+def test_a_written_lock_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, pins: dict[str, tuple[str, set[str]]], comments: bool
 ) -> None:
     path = tmp_path_factory.mktemp("lock") / "lane.txt"

@@ -105,7 +105,7 @@ def test_a_thread_that_moved_says_where_it_is_now(host: Host, client: Client) ->
     assert found.moved_to == "other/home#5"
 
 
-def test_what_is_gone_is_gone_after_both_questions(host: Host, client: Client) -> None:
+def test_a_thread_is_gone_only_after_both_questions(host: Host, client: Client) -> None:
     with pytest.raises(GoneError):
         look(client, answer())
 
@@ -127,9 +127,7 @@ def test_what_is_gone_is_gone_after_both_questions(host: Host, client: Client) -
     ],
     ids=str,
 )
-def test_an_answer_that_lacks_what_it_should_have_is_a_failed_one(
-    host: Host, client: Client, changes: dict[str, Any]
-) -> None:
+def test_an_answer_that_lacks_a_field_is_a_failed_one(host: Host, client: Client, changes: dict[str, Any]) -> None:
     host.pull(REPOSITORY, 1, **changes)
 
     with pytest.raises(NoAnswerError, match=r"o/r#1: the answer of the host lacks"):
@@ -143,7 +141,7 @@ def test_a_reason_that_is_no_word_is_a_failed_answer(host: Host, client: Client)
         look(client, answer(kind="issue", base=None))
 
 
-def test_what_is_known_of_a_release_stays_while_the_commit_is_the_same(host: Host, client: Client) -> None:
+def test_the_known_release_stays_while_the_commit_is_the_same(host: Host, client: Client) -> None:
     known = merged(released_in="v1.0", released=date(2026, 8, 18), source="stored copy")
     host.pull(REPOSITORY, 1, **github_host.merged("2026-07-30", COMMIT))
 
@@ -256,9 +254,7 @@ def test_pages_of_releases_are_read_back_to_the_merge(host: Host, client: Client
 
 
 @pytest.mark.parametrize("broken", [{"published_at": None}, {"published_at": "soon"}, {"published_at": 5}], ids=str)
-def test_a_release_that_lacks_what_it_should_have_is_a_failed_answer(
-    host: Host, client: Client, broken: dict[str, Any]
-) -> None:
+def test_a_release_that_lacks_a_field_is_a_failed_answer(host: Host, client: Client, broken: dict[str, Any]) -> None:
     host.releases(REPOSITORY, release("v1", "2026-08-18", **broken))
 
     with pytest.raises(NoAnswerError, match="a release lacks"):
@@ -287,6 +283,6 @@ def test_the_release_of_a_thread_that_moved_is_looked_for_where_it_is_now(host: 
     assert find(client, merged(moved_to="other/home#5")).released_in == "v1"
 
 
-def test_what_was_not_merged_has_no_release(host: Host, client: Client) -> None:
+def test_a_thread_that_was_not_merged_has_no_release(host: Host, client: Client) -> None:
     assert find(client, answer()) == answer()
     assert host.requests == []

@@ -115,7 +115,7 @@ def test_pre_adds_pre_releases_and_development_builds(index: Index, run: Run) ->
     assert ["1.1.0.dev1", "2026-04-01", "UNRECOGNISED", "*"] in words(out)
 
 
-def test_evidence_says_what_was_seen_and_where_once_for_releases_that_are_alike(index: Index, run: Run) -> None:
+def test_evidence_names_the_seen_code_and_its_place_once_for_releases_that_are_alike(index: Index, run: Run) -> None:
     publish_history(index)
 
     _, out, _ = run("--evidence")
@@ -213,7 +213,7 @@ def test_a_gate_is_found_by_its_id_and_by_either_distribution(combination: Gate,
     assert combination.id in run(PACKAGE)[1]
 
 
-def test_a_newest_release_that_was_withdrawn_is_nothing_to_lay_others_beside(
+def test_a_newest_release_that_was_withdrawn_is_not_combined_with_others(
     combination: Gate, index: Index, run: Run
 ) -> None:
     index.yanked[f"{PACKAGE}-1.0.0-py3-none-any.whl"] = "broken"
@@ -221,7 +221,9 @@ def test_a_newest_release_that_was_withdrawn_is_nothing_to_lay_others_beside(
     assert f"beside {PACKAGE} 0.10.0:" in run(combination.id)[1]
 
 
-def test_what_releases_are_laid_beside_must_be_here(combination: Gate, index: Index, run: Run, tmp_path: Path) -> None:
+def test_the_release_that_others_are_combined_with_must_be_here(
+    combination: Gate, index: Index, run: Run, tmp_path: Path
+) -> None:
     run()
     next((tmp_path / "cache" / "files").glob(f"{PACKAGE}-1.0.0*")).unlink()
 
@@ -231,7 +233,7 @@ def test_what_releases_are_laid_beside_must_be_here(combination: Gate, index: In
     assert f"{PACKAGE} 1.0.0, which releases of {OTHER} are read together with, is not in the cache" in err
 
 
-def test_a_damaged_release_beside_others_spoils_all_of_them_and_is_named(
+def test_a_damaged_release_spoils_all_combinations_with_it_and_is_named(
     combination: Gate, index: Index, run: Run
 ) -> None:
     raw = wheel(module(FIXED_TEXT))
@@ -243,7 +245,7 @@ def test_a_damaged_release_beside_others_spoils_all_of_them_and_is_named(
     assert out.count(f"{PACKAGE}-1.0.0-py3-none-any.whl: cannot read {PACKAGE}/layers.py: BadZipFile") == 3
 
 
-def test_a_tree_is_laid_beside_the_same(combination: Gate, run: Run, tmp_path: Path) -> None:
+def test_a_tree_is_combined_with_the_same_release(combination: Gate, run: Run, tmp_path: Path) -> None:
     (tmp_path / "checkout" / OTHER).mkdir(parents=True)
     (tmp_path / "checkout" / OTHER / "__init__.py").write_text("WORKS = False")
 
@@ -268,7 +270,7 @@ def test_a_kept_combination_is_checked_against_the_same_release(
     assert f"gate, beside {PACKAGE} 2.0.0" in (tmp_path / "kept" / "matrix.html").read_text()
 
 
-def test_a_kept_matrix_without_what_a_gate_needs_says_so(
+def test_a_kept_matrix_without_the_other_distribution_of_a_gate_is_an_error(
     combination: Gate, run: Run, made: Upstream, declared: Callable[..., None], tmp_path: Path
 ) -> None:
     declared(combination)
@@ -417,7 +419,7 @@ def test_old_source_that_a_newer_python_warns_about_is_no_problem(index: Index, 
 # --- without a network ---
 
 
-def test_after_one_run_offline_gives_the_same_table_and_asks_nobody(index: Index, run: Run) -> None:
+def test_after_one_run_offline_gives_the_same_table_without_requests(index: Index, run: Run) -> None:
     publish_history(index)
     _, before, _ = run()
     index.asked.clear()
@@ -499,7 +501,7 @@ def test_a_checkout_with_the_package_at_its_top_is_named_by_its_commit(index: In
     assert ["checkout", "2026-05-07", "committed", "FIXED", commit, "modified"] in words(run("--tree", folder)[1])
 
 
-def test_a_folder_that_is_no_checkout_is_named_by_what_is_in_it(index: Index, run: Run, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkout_is_named_by_its_contents(index: Index, run: Run, tmp_path: Path) -> None:
     publish_history(index)
     plain = write_files(tmp_path / "plain", module(BROKEN_TEXT))
 
@@ -615,7 +617,7 @@ def kept(index: Index, run: Run, tmp_path: Path) -> Path:
     return tmp_path / "packs"
 
 
-def test_what_was_just_kept_is_in_step_and_the_same_bytes_again(kept: Path, run: Run) -> None:
+def test_a_matrix_that_was_just_kept_is_in_step_and_has_the_same_bytes_again(kept: Path, run: Run) -> None:
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
 
     assert run("--check", kept)[:2] == (0, f"{kept}: the kept matrix agrees with the probes\n")
@@ -747,7 +749,7 @@ def edited(kept: Path, change: Callable[[dict[str, Any]], None]) -> None:
     ],
     ids=["another flip", "a flip less", "another order", "a row more"],
 )
-def test_what_follows_from_the_findings_cannot_be_edited(
+def test_data_that_follow_from_the_findings_cannot_be_edited(
     kept: Path, run: Run, change: Callable[[dict[str, Any]], None]
 ) -> None:
     edited(kept, change)
@@ -790,7 +792,7 @@ def test_an_index_that_gives_no_dates_does_not_make_it_stale(kept: Path, run: Ru
     assert run("--check", kept)[0] == 0
 
 
-def test_with_an_index_what_came_and_went_since_makes_it_stale(kept: Path, run: Run, index: Index) -> None:
+def test_with_an_index_releases_that_came_and_went_since_make_it_stale(kept: Path, run: Run, index: Index) -> None:
     index.publish(f"{PACKAGE}-1.1.0-py3-none-any.whl", wheel(module(FIXED_TEXT)), "2026-05-01T00:00:00Z")
     index.yanked[f"{PACKAGE}-1.0.0-py3-none-any.whl"] = "too early"
     del index.files[f"{PACKAGE}-0.9.0-py3-none-any.whl"]
@@ -867,7 +869,7 @@ def table(rows: list[Row], made: Upstream) -> Table:
     return Table(distribution="d", asked="2026-11-21", columns=columns, rows=tuple(rows))
 
 
-def test_absent_parts_are_not_shown_beside_others() -> None:
+def test_absent_parts_are_not_shown_if_there_are_others() -> None:
     absent, fixed = part(Verdict.ABSENT), part(Verdict.FIXED)
 
     assert Cell(parts=(absent, fixed)).telling == (fixed,)
@@ -924,11 +926,10 @@ def test_flips_and_runs_tell_the_whole_history(found: list[Verdict | None]) -> N
     read = [each for each in rows if each.problem is None]
 
     changes = {flip.row.name: flip for flip in matrix.flips(whole, "o")}
-    replayed: list[Verdict] = []
+    held: list[Verdict] = []
     for each in read:
-        last = (replayed or [each.cells["o"].verdict])[-1]
-        replayed.append(changes[each.name].after if each.name in changes else last)
-    assert replayed == [each.cells["o"].verdict for each in read]
+        held.append(changes[each.name].after if each.name in changes else (held or [each.cells["o"].verdict])[-1])
+    assert held == [each.cells["o"].verdict for each in read]
     assert all(flip.before is not flip.after for flip in changes.values())
 
     runs = matrix.runs(rows, "o")

@@ -91,7 +91,7 @@ def test_the_page_is_small() -> None:
     assert len(PAGE.read_bytes()) < 8_500 * sum(len(table.columns) for table in KEPT)
 
 
-def test_each_overlay_has_a_row_with_what_was_so_of_which_releases() -> None:
+def test_each_overlay_has_a_row_with_the_verdicts_of_its_releases() -> None:
     page = Reader(PAGE.read_text())
     shown = [rows for rows in page.tables if "overlay or gate" in rows[0][0]]  # a table of flips may follow each
 
@@ -124,7 +124,7 @@ def test_flips_are_listed_with_version_and_date() -> None:
         assert len(listed) == len(expected)
 
 
-def test_what_upstream_wrote_is_text_and_never_markup() -> None:
+def test_upstream_s_words_are_text_and_never_markup() -> None:
     table = KEPT[-1]
     nasty = "<script>alert(1)</script>"
     part = PartFinding(module="m", verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=nasty),))
@@ -147,7 +147,7 @@ def test_a_release_leads_to_its_tag_and_one_without_a_known_tag_is_no_link() -> 
     assert page_of("nothing", "0.1.13") is None
 
 
-def test_gates_say_what_to_do_and_what_they_were_read_beside() -> None:
+def test_gates_name_the_next_step_and_the_release_they_were_combined_with() -> None:
     text = " ".join(re.sub("<[^>]+>", " ", PAGE.read_text()).split())
 
     assert "mamba3-mimo-reduce-layout gate, beside mamba-ssm 2.3.2.post1" in text
@@ -229,7 +229,7 @@ def expected(**versions: str) -> set[str]:
     ],
     ids=["newest", "summer, of a combination one", "the right one of a combination", "one alone", "none"],
 )
-def test_whoever_picks_versions_is_told_what_matters(open_page: Open, versions: dict[str, str]) -> None:
+def test_picked_versions_show_the_defects_that_matter(open_page: Open, versions: dict[str, str]) -> None:
     page = open_page()
 
     assert picked(page, **versions) == expected(**versions)
@@ -269,7 +269,7 @@ def values(page: Any) -> dict[str, str]:
     return {table.distribution: page.locator(f"select[name='{table.distribution}']").input_value() for table in KEPT}
 
 
-def test_an_address_leads_to_a_release_with_what_is_broken_in_it(open_page: Open) -> None:
+def test_an_address_leads_to_a_release_with_its_defects(open_page: Open) -> None:
     page = open_page(at="#megatron-core=0.18.2")
 
     assert values(page) == {table.distribution: table.rows[-1].name for table in KEPT} | {"megatron-core": "0.18.2"}
@@ -286,7 +286,7 @@ def test_an_address_can_name_several_releases_and_one_that_is_not_here_is_passed
     assert values(page)["liger-kernel"] == "0.8.1"
 
 
-def test_what_was_picked_is_there_after_a_reload(open_page: Open) -> None:
+def test_picked_versions_are_there_after_a_reload(open_page: Open) -> None:
     page = open_page()
     before = picked(page, megatron_core="0.17.1", triton="")
 

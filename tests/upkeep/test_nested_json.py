@@ -33,7 +33,7 @@ def test_a_file_of_a_folder_of_packs_is_refused(tmp_path: Path, read: Callable[[
         read(tmp_path)
 
 
-def test_what_an_index_said_before_is_as_good_as_none(tmp_path: Path) -> None:
+def test_a_kept_answer_of_an_index_that_is_such_a_file_counts_as_none(tmp_path: Path) -> None:
     with index_answers.IndexAnswers(tmp_path, offline=True, tell=lambda _: None) as answers:
         answers._folder.mkdir()
         (answers._folder / "liger-kernel.json").write_text(NESTED)

@@ -78,7 +78,7 @@ def written(scene: Scene) -> Scene:
     return scene
 
 
-def test_a_plugin_is_written_with_what_is_next(scene: Scene) -> None:
+def test_a_plugin_is_written_with_the_next_step(scene: Scene) -> None:
     done = scene.new("clip-upper-bound", TARGET, "--plugin", "our-fixes")
 
     found = sorted(str(path.relative_to(scene.plugin)) for path in scene.plugin.rglob("*") if path.is_file())
@@ -115,7 +115,7 @@ def test_until_it_is_written_its_reproducer_says_that_it_is_not(written: Scene) 
     assert "BLOCKED: the case about cliplib.bounds is not written yet" in done.stdout
 
 
-def test_what_is_written_becomes_an_overlay_whose_own_tests_pass(written: Scene) -> None:
+def test_the_written_files_become_an_overlay_whose_own_tests_pass(written: Scene) -> None:
     overlay, reproducer = "our_fixes/clip_upper_bound.py", "packs/90-clip-upper-bound/reproduce.py"
     text = (written.plugin / overlay).read_text()
     [refusal] = [line for line in text.splitlines(keepends=True) if "raise NotImplementedError" in line]
@@ -174,7 +174,9 @@ def test_nothing_is_overwritten(written: Scene) -> None:
     ],
     ids=["id", "taken", "form", "module", "symbol", "tree"],
 )
-def test_what_cannot_be_written_is_refused(scene: Scene, words: list[str], said: str, code: int) -> None:
+def test_wrong_arguments_are_refused_and_nothing_is_written(
+    scene: Scene, words: list[str], said: str, code: int
+) -> None:
     done = scene.new(*words, "--plugin", "our-fixes")
 
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
@@ -207,7 +209,7 @@ def test_files_of_this_project_are_in_its_form(scene: Scene, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout
 
 
-def test_the_pattern_is_the_code_without_what_patterns_do_not_look_at(scene: Scene) -> None:
+def test_the_pattern_is_the_code_without_parts_that_patterns_ignore(scene: Scene) -> None:
     source = DirectoryTree(scene.folder).module("cliplib.bounds")
     assert source is not None
 

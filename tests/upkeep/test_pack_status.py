@@ -15,7 +15,7 @@ from megacpp_overlays import cli
 pytestmark = pytest.mark.usefixtures("one_day")
 
 
-def test_the_list_says_where_every_pack_stands_and_what_is_next(
+def test_the_list_has_the_state_of_every_pack_and_its_next_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packs = Packs(tmp_path)
@@ -75,7 +75,7 @@ def test_the_list_says_where_every_pack_stands_and_what_is_next(
     ],
     ids=str,
 )
-def test_what_is_filed_elsewhere_settled_or_not_shown_is_not_ready(
+def test_a_pack_that_is_filed_elsewhere_settled_or_not_shown_is_not_ready(
     upstream: Upstream, tmp_path: Path, facts: dict[str, str], says: str
 ) -> None:
     packs = Packs(tmp_path / "packs", (upstream.overlay(),))

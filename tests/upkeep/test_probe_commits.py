@@ -79,7 +79,9 @@ def test_a_finding_that_was_recognised_and_is_no_longer_is_lost(
 
 
 @pytest.mark.full
-def test_what_is_recognised_since_is_shown_and_not_lost(repository: Path, kept: dict[str, Any], tmp_path: Path) -> None:
+def test_a_commit_that_is_recognised_since_is_shown_and_not_lost(
+    repository: Path, kept: dict[str, Any], tmp_path: Path
+) -> None:
     kept["findings"][PART]["main"] = ["UNRECOGNISED", None, "not read yet"]
     kept["findings"][PART]["main 2026-08-13"] = ["UNRECOGNISED", None, "for another reason"]
     (tmp_path / "before.json").write_text(json.dumps(kept))

@@ -54,7 +54,7 @@ def test_a_command_is_shown_with_its_subcommands_and_options(monkeypatch: pytest
     assert "--max-age DAYS  in days" in page, "as wide on every terminal"
 
 
-def test_releases_are_ranges_of_what_is_repaired_left_alone_and_right(upstream: Upstream, tmp_path: Path) -> None:
+def test_releases_are_ranges_of_repaired_left_alone_and_right_ones(upstream: Upstream, tmp_path: Path) -> None:
     broken, other = ("BROKEN", "off-by-one"), ("BROKEN", "off-by-two")
     packs = matrix(
         tmp_path / "packs",
@@ -84,7 +84,7 @@ def test_an_overlay_that_the_matrix_does_not_know_is_said_to_be_outside_of_it(
     assert "| not in the matrix | not in the matrix | not in the matrix |" in page
 
 
-def test_pages_that_were_written_are_in_step_until_somebody_edits_one(
+def test_pages_that_were_written_are_in_step_until_one_is_edited(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reference", "--write", str(tmp_path)]) == 0

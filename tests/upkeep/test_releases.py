@@ -333,7 +333,7 @@ def test_without_a_network_and_without_a_memory_there_is_no_answer(
     assert "secret" not in str(caught.value)
 
 
-def test_what_another_index_said_is_not_taken_for_an_answer(
+def test_an_answer_of_another_index_is_not_used(
     index: Index, answers: Callable[..., IndexAnswers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.publish(PURE, b"a")
@@ -420,7 +420,7 @@ def test_a_damaged_file_does_not_count_and_is_fetched_again(
 
 
 @pytest.mark.parametrize("sent", [b"cont", b"other"], ids=["cut short", "another file"])
-def test_what_is_not_what_the_index_lists_is_not_kept(
+def test_a_file_with_another_hash_than_the_listed_one_is_not_kept(
     index: Index, answers: Callable[..., IndexAnswers], cache: Path, sent: bytes
 ) -> None:
     wanted = published(index, answers, b"content")
@@ -572,7 +572,7 @@ def committed(folder: Path, files: dict[str, str], links: dict[str, str]) -> Pat
     ],
     ids=["in the same folder", "a roundabout way", "a link to a link", "through a folder"],
 )
-def test_a_committed_link_is_read_as_what_it_leads_to(tmp_path: Path, links: dict[str, str]) -> None:
+def test_a_committed_link_is_read_as_its_target(tmp_path: Path, links: dict[str, str]) -> None:
     files = {f"{PACKAGE}/real.py": "x = 1\n", f"{PACKAGE}/__init__.py": ""}
     if "lib" not in links:
         files["lib/other.py"] = ""
@@ -584,7 +584,7 @@ def test_a_committed_link_is_read_as_what_it_leads_to(tmp_path: Path, links: dic
     assert (source.path, source.text) == (f"{PACKAGE}/layers.py", "x = 1\n")
 
 
-def test_a_submodule_of_the_name_src_hides_no_package_beside_it(tmp_path: Path) -> None:
+def test_a_submodule_of_the_name_src_hides_no_package_next_to_it(tmp_path: Path) -> None:
     folder = committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {})
     git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},src")
     git(folder, "commit", "--quiet", "--message", "points to it")
@@ -715,7 +715,7 @@ def test_of_two_members_of_one_name_the_last_one_counts(tmp_path: Path, last: by
             assert source.text == "x = 2\n"
 
 
-def test_what_a_wheel_calls_a_link_is_the_file_that_an_installer_makes_of_it(tmp_path: Path) -> None:
+def test_a_link_in_a_wheel_is_the_file_that_an_installer_makes_of_it(tmp_path: Path) -> None:
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w") as archive:
         item = zipfile.ZipInfo(f"{PACKAGE}/layers.py")
@@ -866,7 +866,7 @@ def test_a_large_blob_of_a_commit_is_not_read(tmp_path: Path, monkeypatch: pytes
         CommitTree(tmp_path, "HEAD").module("a")
 
 
-def test_a_fifo_in_a_tree_stops_nobody(tmp_path: Path) -> None:
+def test_a_fifo_in_a_tree_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.py")
 
     with pytest.raises(SourceError, match=r"a.py: cannot read it: it is no regular file"):

@@ -186,7 +186,7 @@ def test_a_second_retirement_says_when_the_first_was(retired: Checkout) -> None:
 
 
 @pytest.mark.full
-def test_one_of_two_overlays_of_a_pack_leaves_what_the_other_uses(checkout: Checkout) -> None:
+def test_one_of_two_overlays_of_a_pack_leaves_the_files_of_the_other(checkout: Checkout) -> None:
     overlay = (checkout.root / "overlays/double_fix.py").read_text()
     other = overlay.replace('"double-fix"', '"double-fix-more"').replace(
         'symbol="double", make', 'symbol="other", make'
@@ -398,7 +398,7 @@ def test_a_lane_with_the_name_of_the_lock_is_looked_at_where_it_is_another_file(
 
 
 @pytest.mark.full
-def test_the_lock_itself_is_no_other_lane_by_whatever_path_it_is_named(checkout: Checkout, tmp_path: Path) -> None:
+def test_the_lock_itself_is_no_other_lane_under_any_path(checkout: Checkout, tmp_path: Path) -> None:
     (tmp_path / "link.txt").symlink_to(checkout.root / "locks/fixed.txt")
 
     done = checkout.run("retire", ID, "--lock", str(tmp_path / "link.txt"), "--leave", "broken", "--dry-run", "--json")

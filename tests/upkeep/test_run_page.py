@@ -54,7 +54,7 @@ def page(audit: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def test_a_page_with_a_model_says_what_concerns_it_and_what_does_not(audit: dict[str, Any]) -> None:
+def test_a_page_with_a_model_marks_the_overlays_that_concern_it(audit: dict[str, Any]) -> None:
     active = [each["id"] for each in audit["decisions"] if each["decision"] == "active"]
     first, *others = dict.fromkeys(each["id"] for each in audit["decisions"])
     answers = {first: "no", active[0]: "undecided", **dict.fromkeys(set(others) - {active[0]}, "yes")}
@@ -84,13 +84,13 @@ def test_it_loads_nothing_and_every_link_leads_to_a_place_on_it_or_to_a_thread(p
     assert all(below - above <= 1 for above, below in zip(read.levels, read.levels[1:], strict=False))
 
 
-def test_what_upstream_wrote_is_text_and_never_markup(page: Path) -> None:
+def test_upstream_s_words_are_text_and_never_markup(page: Path) -> None:
     assert page.read_text().count("<script") == 1, "our own"
     assert "alert(1)</script" not in page.read_text()
     assert "&lt;script&gt;" in page.read_text()
 
 
-def test_what_cannot_be_seen_is_escaped(audit: dict[str, Any]) -> None:
+def test_invisible_characters_are_escaped(audit: dict[str, Any]) -> None:
     """Escape sequences, which a terminal obeys that the page is printed on, and marks that turn the direction of a text."""
     changed = json.loads(json.dumps(audit))
     for each in changed["decisions"]:
@@ -116,7 +116,7 @@ def test_each_overlay_is_there_once_under_the_decision_that_matters_most(page: P
         assert holding == [min(found, key=FIRST.index).value]
 
 
-def test_an_active_overlay_says_why_since_when_and_what_would_retire_it(page: Path) -> None:
+def test_an_active_overlay_has_its_reason_its_date_and_its_condition_of_retirement(page: Path) -> None:
     overlay = next(each for each in OVERLAYS if each.id == ONE_OF_EACH[Decision.ACTIVE])
     article = page.read_text().partition(f'id="active-{overlay.id}"')[2].partition("</details>")[0]
     text = " ".join(article.replace("&#39;", "'").replace("&#34;", '"').split())
@@ -133,7 +133,7 @@ def test_an_active_overlay_says_why_since_when_and_what_would_retire_it(page: Pa
     assert all(f"/{thread.repository}/issues/{thread.number}" in text for thread in overlay.threads)
 
 
-def test_what_changed_is_said_by_overlay_with_hashes_cut_short(page: Path, audit: dict[str, Any]) -> None:
+def test_changes_are_listed_by_overlay_with_hashes_cut_short(page: Path, audit: dict[str, Any]) -> None:
     part = page.read_text().partition('id="compared"')[2].partition("</section>")[0]
 
     assert "Since monday.json" in part

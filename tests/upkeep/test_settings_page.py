@@ -30,5 +30,5 @@ def test_every_overlay_and_gate_is_listed_once_with_its_variable() -> None:
         assert page.count(f"| `{overlay.variable}` | {state} | {overlay.title} |\n") == 1
 
 
-def test_the_note_stands_below_the_title() -> None:
+def test_the_note_is_below_the_title() -> None:
     assert settings_page(OVERLAYS, "Generated.").startswith("# Settings\n\nGenerated.\n\nAll settings are")

@@ -44,7 +44,7 @@ def test_another_look_at_an_unchanged_thread_says_nothing_new(known: Answer, day
 
 @settings(deadline=None)
 @given(answers, answers)
-def test_what_lands_is_news(before: Answer, after: Answer) -> None:
+def test_a_change_that_lands_is_news(before: Answer, after: Answer) -> None:
     if landed(before, after):
         assert news(before, after)
 
@@ -99,7 +99,7 @@ def test_an_answer_as_of_a_day_knows_of_nothing_that_came_later(known: Answer, d
         (answer(base=None, created=None), answer(), None, False),
     ],
 )
-def test_what_happened_is_said_in_words(before: Answer | None, after: Answer, words: str | None, lands: bool) -> None:
+def test_news_of_a_thread_are_in_words(before: Answer | None, after: Answer, words: str | None, lands: bool) -> None:
     assert news(before, after) == words
     assert landed(before, after) is lands
 
@@ -214,7 +214,7 @@ def test_only_write_keeps_the_answers(scene: Scene, capsys: pytest.CaptureFixtur
     assert "--write keeps" not in capsys.readouterr().err
 
 
-def test_what_was_kept_is_no_news_and_still_declared_otherwise(
+def test_a_kept_answer_is_no_news_and_still_contradicts_the_declaration(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     land(scene)
@@ -242,7 +242,7 @@ def test_a_thread_of_an_unknown_past_that_landed_counts_as_landed(scene: Scene) 
     assert scene.run() == 1
 
 
-def test_threads_that_nobody_waits_for_any_more_are_kept(scene: Scene) -> None:
+def test_threads_that_no_overlay_waits_for_any_more_are_kept(scene: Scene) -> None:
     threads.write(scene.packs, [*scene.saved().values(), answer(number=77)])
 
     scene.run("--write")
@@ -250,7 +250,7 @@ def test_threads_that_nobody_waits_for_any_more_are_kept(scene: Scene) -> None:
     assert ("o/r", 77) in scene.saved()
 
 
-def test_what_is_final_is_not_asked_for(scene: Scene) -> None:
+def test_a_final_answer_is_not_asked_for_again(scene: Scene) -> None:
     threads.write(scene.packs, [merged(released_in="v1", number=1), answer(number=2, kind="issue", base=None)])
 
     scene.run()
@@ -300,7 +300,7 @@ def test_a_release_that_cannot_be_looked_for_leaves_the_merge(scene: Scene, caps
     assert (kept.state, kept.released_in, kept.releases_checked) == ("merged", None, None)
 
 
-def test_a_spent_budget_keeps_what_was_learned_and_says_when_to_come_back(
+def test_a_spent_budget_keeps_the_answers_so_far_and_names_the_time_of_the_next(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     land(scene)
@@ -329,7 +329,7 @@ def test_a_budget_that_ends_between_states_and_releases_is_taken_up_next_time(sc
     assert scene.saved()["o/r", 1].released_in == "v1.1"
 
 
-def test_a_host_that_answers_nobody_is_left_alone_after_four(scene: Scene, upstream: Upstream) -> None:
+def test_a_host_without_answers_is_left_alone_after_four(scene: Scene, upstream: Upstream) -> None:
     every = [Thread("o/r", number, "open") for number in range(11, 19)]
     waited = waiting.listed([upstream.overlay(threads=tuple(every))], scene.packs / "none")
     for number in range(11, 19):
@@ -344,7 +344,7 @@ def test_a_host_that_answers_nobody_is_left_alone_after_four(scene: Scene, upstr
     assert all(each.failure for each in swept.threads)
 
 
-def test_a_repository_that_answers_nobody_does_not_hide_the_others(scene: Scene) -> None:
+def test_a_repository_without_answers_does_not_hide_the_others(scene: Scene) -> None:
     for number in range(11, 19):
         scene.host.put(f"/repos/a/closed/issues/{number}", Reply(b"<html>"))
     scene.host.issue("o/r", 19)
@@ -386,9 +386,7 @@ def test_who_was_not_asked_about_for_longest_is_the_first(scene: Scene) -> None:
     assert [int(path.rpartition("/")[2]) for path in scene.host.paths()] == [6, 2, 3, 5, 4, 1]
 
 
-def test_what_the_host_answered_today_and_was_kept_is_not_asked_for_again(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_was_kept_today_is_not_asked_for_again(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     land(scene)
     scene.host.releases("o/r")
     scene.run("--write")
@@ -500,7 +498,7 @@ def test_without_a_network_the_saved_answers_are_used_with_their_age(
     assert scene.host.requests == []
 
 
-def test_a_network_that_goes_away_half_way_keeps_what_was_learned(scene: Scene) -> None:
+def test_a_network_that_goes_away_half_way_keeps_the_answers_so_far(scene: Scene) -> None:
     asked: list[str] = []
 
     class Leaving(Client):
@@ -522,7 +520,9 @@ def test_a_network_that_goes_away_half_way_keeps_what_was_learned(scene: Scene) 
 
 
 @pytest.mark.usefixtures("one_day")
-def test_offline_asks_nobody_and_says_how_old_each_answer_is(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_sends_no_request_and_names_the_age_of_each_answer(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = answer(number=1, checked=date(2026, 8, 22), source="stored copy")
     threads.write(scene.packs, [known, answer(number=2, kind="issue", base=None)])
 
@@ -549,7 +549,7 @@ def test_saved_answers_that_are_too_old_are_no_answers_but_for_what_cannot_chang
     assert scene.run("--offline", "--max-age", "31") == ExitCode.CLEAN
 
 
-def test_offline_a_thread_that_nobody_ever_looked_at_exits_1(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_a_thread_without_an_answer_exits_1(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     (scene.packs / threads.NAME).unlink()
 
     assert scene.run("--offline") == 1
@@ -559,7 +559,7 @@ def test_offline_a_thread_that_nobody_ever_looked_at_exits_1(scene: Scene, capsy
     assert out.rstrip().endswith("from saved answers")
 
 
-def test_offline_with_a_day_says_what_landed_since(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_with_a_day_lists_changes_that_landed_since(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     known = merged(released_in="v1", released=date(2026, 8, 18), number=1)
     threads.write(scene.packs, [known, answer(number=2, kind="issue", base=None)])
 
@@ -625,14 +625,14 @@ def test_a_budget_that_the_host_tells_is_passed_on(scene: Scene, capsys: pytest.
     assert "58 left" in said
 
 
-def test_where_nobody_waits_there_is_nothing_to_say() -> None:
+def test_where_no_overlay_waits_there_is_nothing_to_say() -> None:
     swept = sweep.from_saved([], {}, DAY, None)
 
     assert swept.clean
     assert sweep_report.lines(swept)[-1].startswith("0 threads: nothing new, nothing landed")
 
 
-def test_this_repository_can_be_swept_against_a_host_that_says_what_is_saved(scene: Scene) -> None:
+def test_this_repository_can_be_swept_against_a_host_with_the_saved_answers(scene: Scene) -> None:
     saved = threads.read(ROOT / "packs")
     waited = waiting.listed(registry.load(), ROOT / "packs")
     for known in saved.values():

@@ -57,14 +57,14 @@ def test_all_that_it_may_be_are_named(query: str, among: set[str]) -> None:
 
 
 @pytest.mark.parametrize("query", ["my cat is hungry", "", "the of and", "kubernetes pod evicted"])
-def test_what_no_overlay_has_finds_none(query: str) -> None:
+def test_words_of_no_overlay_find_none(query: str) -> None:
     assert ids(query) == []
 
 
 @pytest.mark.parametrize(
     "overlay", [pytest.param(each, id=each.id) for each in {one.id: one for one in OVERLAYS}.values()]
 )
-def test_each_symptom_finds_its_own_overlay_first_or_beside_one_with_the_same_words(overlay: registry.Erratum) -> None:
+def test_each_symptom_finds_its_own_overlay_first_or_next_to_one_with_the_same_words(overlay: registry.Erratum) -> None:
     assert overlay.symptoms, f"{overlay.id} declares no symptoms"
     for symptom in overlay.symptoms:
         found = search(symptom, OVERLAYS)
@@ -85,7 +85,7 @@ def test_a_symptom_that_is_no_text_is_refused(upstream: Upstream) -> None:
 # --- the command ----------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_is_so_here_and_what_to_do_next(upstream: Upstream) -> None:
+def test_the_answer_has_the_decision_here_and_the_next_step(upstream: Upstream) -> None:
     upstream_overlay = "OVERLAY = Upstream({name!r}, None).overlay(symptoms=('frobnication is doubled',))"
     env = environment(upstream)
     upstream.write(f"from made_up import Upstream\n{upstream_overlay.format(name=upstream.name)}\n", module="plugin")
@@ -102,7 +102,7 @@ def test_it_says_what_is_so_here_and_what_to_do_next(upstream: Upstream) -> None
     assert [(each["id"], each["decision"]) for each in json.loads(fixed.stdout)] == [("double-fix", "retired")]
 
 
-def test_what_is_not_found_has_a_code_of_its_own(upstream: Upstream) -> None:
+def test_an_empty_answer_has_an_exit_code_of_its_own(upstream: Upstream) -> None:
     done = launch(*COMMAND, "my", "cat", "is", "hungry", env=environment(upstream))
 
     assert (done.returncode, done.stdout) == (3, "")
@@ -133,5 +133,5 @@ def test_the_page_has_every_symptom_under_a_heading_with_releases() -> None:
         ("replicas drift apart", "Loss, gradients and weights"),
     ],
 )
-def test_symptoms_are_listed_by_what_a_person_looks_at(symptom: str, heading: str) -> None:
+def test_symptoms_are_listed_by_area(symptom: str, heading: str) -> None:
     assert area(symptom) == heading

@@ -26,7 +26,7 @@ RULES = json.loads((ROOT / "packs" / threads.SCHEMA_NAME).read_text())
 
 @settings(max_examples=40, deadline=None)  # it writes files
 @given(st.lists(answers, unique_by=lambda each: each.key, max_size=4))
-def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, every: list[Answer]) -> None:
+def test_written_answers_are_read_back(tmp_path_factory: pytest.TempPathFactory, every: list[Answer]) -> None:
     folder = tmp_path_factory.mktemp("packs")
 
     threads.write(folder, every)
@@ -134,7 +134,7 @@ def test_a_state_is_one_sentence(known: Answer, sentence: str) -> None:
         (answer(state="closed"), False),
     ],
 )
-def test_only_what_the_host_said_to_be_released_is_final(known: Answer, final: bool) -> None:
+def test_only_a_thread_that_the_host_calls_released_is_final(known: Answer, final: bool) -> None:
     assert known.final is final
 
 
@@ -146,7 +146,7 @@ def test_every_thread_of_this_repository_has_a_saved_answer() -> None:
     assert missing == []
 
 
-def test_every_saved_answer_of_this_repository_is_of_a_thread_that_somebody_names() -> None:
+def test_every_saved_answer_of_this_repository_is_of_a_thread_that_a_declaration_names() -> None:
     named = {each.key for each in waiting.listed(registry.load(), ROOT / "packs")}
     named |= {(thread.repository, thread.number) for each in retired.read() for thread in each.threads}
 
@@ -202,13 +202,11 @@ RELEASED = merged(released_in="v0.8.2", released=date(2026, 8, 18), checked=date
         (None, RELEASED, None),
     ],
 )
-def test_what_is_declared_and_not_so_is_said_and_nothing_else(
-    declared: str | None, known: Answer, wrong: str | None
-) -> None:
+def test_only_a_wrong_declaration_is_a_contradiction(declared: str | None, known: Answer, wrong: str | None) -> None:
     assert replace(known, declared=declared).contradiction() == wrong
 
 
-def test_answers_that_were_saved_before_anything_was_declared_beside_them_are_read(tmp_path: Path) -> None:
+def test_answers_that_were_saved_without_a_declaration_are_read(tmp_path: Path) -> None:
     entry = threads.to_json(answer())
     del entry["declared"]
     (tmp_path / threads.NAME).write_text(json.dumps({"schema": 1, "threads": [entry]}))

@@ -123,7 +123,7 @@ def facts(
         (facts(probed(B), probed(A, version=None)), NOTHING, "made is not in this environment any more"),
     ],
 )
-def test_what_is_shown_decides(found: Facts, outcome: UpgradeOutcome, says: str) -> None:
+def test_evidence_decides_the_outcome(found: Facts, outcome: UpgradeOutcome, says: str) -> None:
     ruling = outcomes.judge(found)
 
     assert ruling.outcome is outcome
@@ -193,7 +193,7 @@ def test_what_is_shown_decides(found: Facts, outcome: UpgradeOutcome, says: str)
         ),
     ],
 )
-def test_whatever_is_not_shown_is_a_conflict_that_says_why_and_what_to_do(found: Facts, says: str, to_do: str) -> None:
+def test_missing_evidence_is_a_conflict_with_a_reason_and_a_next_step(found: Facts, says: str, to_do: str) -> None:
     ruling = outcomes.judge(found)
 
     assert ruling.outcome is CONFLICT
@@ -273,7 +273,7 @@ ON_0, ON_1 = {"about": ("made.m0",)}, {"about": ("made.m1",)}
         (facts(probed(F, B), probed(A, F), case(NOT_PRESENT, **ON_1)), RETIRE, "passes the reproducer"),
     ],
 )
-def test_a_case_stands_for_the_parts_that_it_is_about(found: Facts, outcome: UpgradeOutcome, says: str) -> None:
+def test_a_case_counts_for_the_parts_that_it_is_about(found: Facts, outcome: UpgradeOutcome, says: str) -> None:
     ruling = outcomes.judge(found)
 
     assert ruling.outcome is outcome
@@ -310,7 +310,7 @@ def test_a_broken_part_whose_distribution_is_gone_is_nothing_to_carry() -> None:
     assert outcomes.judge(facts(probed(B, B), after, case(REPRODUCED, VALIDATED))).outcome is KEEP
 
 
-def test_a_receipt_stands_in_for_a_case_that_is_blocked_here_and_for_no_other() -> None:
+def test_a_receipt_replaces_a_case_that_is_blocked_here_and_no_other() -> None:
     kept = (receipt(VALIDATED, REPRODUCED), receipt(NOT_PRESENT))
 
     blocked = facts(probed(B), probed(B), case(BLOCKED), kept=kept)
@@ -366,7 +366,7 @@ EVERY_FACT = st.builds(
 
 
 @given(EVERY_FACT)
-def test_nothing_is_kept_or_retired_without_evidence_and_every_conflict_says_what_to_do(found: Facts) -> None:
+def test_nothing_is_kept_or_retired_without_evidence_and_every_conflict_has_a_next_step(found: Facts) -> None:
     ruling = outcomes.judge(found)
 
     verdicts = {part.verdict for part in found.after.parts}
@@ -457,7 +457,7 @@ def test_an_upgrade_is_a_row_with_its_evidence_and_an_exit_code(
     assert "99-double: case double (overlay double-fix, cpu)" in said.err  # progress is no part of the answer
 
 
-def test_what_looks_repaired_is_proved_in_its_environment_and_retires(
+def test_a_seeming_repair_is_proved_in_its_environment_and_retires(
     run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MEGACPP_OVERLAYS_WITNESSES", str(tmp_path / "witnesses"))
@@ -473,7 +473,7 @@ def test_what_looks_repaired_is_proved_in_its_environment_and_retires(
 
 
 @pytest.mark.full
-def test_what_looks_repaired_and_cannot_be_proved_is_a_conflict_with_the_reason(
+def test_a_seeming_repair_that_cannot_be_proved_is_a_conflict_with_the_reason(
     run: Callable[..., int],
     packs: Packs,
     tmp_path: Path,
@@ -491,7 +491,7 @@ def test_what_looks_repaired_and_cannot_be_proved_is_a_conflict_with_the_reason(
     assert "return twice(x) (layers.py:9); case double: it shows the defect: double(1) = 3" in said
 
 
-def test_what_is_on_neither_side_is_absent_and_nothing_is_run(
+def test_a_target_on_neither_side_is_absent_and_nothing_is_run(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("gone", "gone-still") == 0
@@ -580,7 +580,7 @@ def test_a_brief_table_has_the_outcomes_and_no_evidence(
 
 
 @pytest.mark.full
-def test_what_is_kept_has_the_decision_of_the_loader(
+def test_a_kept_overlay_has_the_decision_of_the_loader(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("broken", "broken-still", "--json") == 0
@@ -672,7 +672,7 @@ def test_an_overlay_that_an_environment_does_not_know_is_named(
 # Distributions that an upgrade changes
 
 
-def test_targets_come_first_and_what_was_added_or_removed_is_marked(
+def test_targets_come_first_and_added_or_removed_distributions_are_marked(
     releases: Mapping[str, Environment], tmp_path: Path
 ) -> None:
     before, after = releases["broken"].lock, releases["fixed"].lock
@@ -695,7 +695,7 @@ def test_targets_come_first_and_what_was_added_or_removed_is_marked(
 
 @pytest.mark.full
 @pytest.mark.upstream
-def test_a_real_upgrade_keeps_what_is_broken_there_by_a_case_that_ran_and_by_receipts() -> None:
+def test_a_real_upgrade_keeps_a_broken_overlay_by_a_case_that_ran_and_by_receipts() -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megacpp_overlays", "triage", "--json", "--environments", ROOT / ".envs"),
@@ -756,7 +756,7 @@ def provable(report: ProbeReport) -> ProbeReport:
         (probed(B, B), provable(probed(U, B)), UpgradeOutcome.WITNESS, "not recognised: made.m0"),
     ],
 )
-def test_what_is_expected_follows_from_what_the_probes_say(
+def test_the_expected_outcome_follows_from_the_probes(
     before: ProbeReport, after: ProbeReport, expected: UpgradeOutcome, says: str
 ) -> None:
     found, reason = expect(before, after)
@@ -785,7 +785,9 @@ def test_a_preview_runs_nothing_of_upstream(
     assert "case double" not in said.err
 
 
-def test_a_preview_as_json_has_what_the_table_has(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preview_as_json_has_the_contents_of_the_table(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     run("broken", "fixed", "--quick", "--json")
 
     data = json.loads(capsys.readouterr().out)
@@ -821,7 +823,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_move_to_a_release_is_compared_with_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_move_to_a_release_is_compared_with_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["triage", "--to", "megatron-core==0.19.2", "--json"]) == 1
 
     data = json.loads(capsys.readouterr().out)
@@ -834,7 +836,7 @@ def test_a_move_to_a_release_is_compared_with_what_is_installed(capsys: pytest.C
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_a_move_changes_comes_first_and_the_rest_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_of_a_move_come_first_and_the_rest_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["triage", "--to", "megatron-core==0.19.2"])
 
     said = capsys.readouterr().out
@@ -847,7 +849,7 @@ def test_what_a_move_changes_comes_first_and_the_rest_is_one_line(capsys: pytest
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_move_back_says_what_becomes_absent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_move_back_names_overlays_that_become_absent(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["triage", "--to", "megatron-core==0.16.1", "--only", "expert-rng-resume"]) == 0
 
     assert "broken here, and not there any more: expert-rng-resume" in one_line(capsys.readouterr().out)

@@ -44,7 +44,7 @@ def test_the_parts_of_an_overlay_wait_as_one(upstream: Upstream, tmp_path: Path)
     assert len(found.declared) == 1
 
 
-def test_a_pack_whose_overlay_names_the_thread_does_not_wait_beside_it(upstream: Upstream, tmp_path: Path) -> None:
+def test_a_pack_whose_overlay_names_the_thread_does_not_wait_as_well(upstream: Upstream, tmp_path: Path) -> None:
     Packs(tmp_path).write(more=thread(1, "o/r"))
     overlay = upstream.overlay(threads=(Thread("o/r", 1, "open"),))
 
