@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def armed(upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Arm a session whose only overlay, which is broken here, bears on something."""
+    """Arm a session whose only overlay is broken here and declares the features that it concerns."""
 
     def arm(concerns: str) -> None:
         made = session(upstream.overlay(concerns=concerns))

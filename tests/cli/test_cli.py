@@ -1,4 +1,4 @@
-"""The command line: exit 0 clean, 1 conflict, 2 usage."""
+"""The command line: exit code 0 for clean, 1 for a conflict, 2 for wrong usage."""
 
 from __future__ import annotations
 

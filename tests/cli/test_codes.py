@@ -1,4 +1,4 @@
-"""Exit codes and help: one table for all commands, and each command says which it gives and shows how it is called."""
+"""Exit codes and help: one table of codes for all commands. The help of each command lists its codes and examples of calls."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def ended(*words: str | Path, env: dict[str, str], stdin: str = "", cwd: Path | 
 def side_by_side(
     *words: str | Path, env: dict[str, str], stdin: str = "", cwd: Path | None = None, options: Sequence[str] = ()
 ) -> tuple[Ended, Ended]:
-    """Run a plain Python and ours with the same arguments; return how each ended."""
+    """Run a plain Python and `megacpp-overlays run` with the same arguments, and return the end of each."""
     env = {**env, "MEGACPP_OVERLAYS_LOG": os.devnull}  # our log is the one intended difference
     plain = ended(*options, *words, env=env, stdin=stdin, cwd=cwd)
     return plain, ended(*options, *MODULE, *words, env=env, stdin=stdin, cwd=cwd)

@@ -1,4 +1,4 @@
-"""Every seam of every active overlay takes each call that upstream's signature allows, on the releases of the lanes."""
+"""Signatures of seams: each seam of an active overlay takes every call that upstream's signature allows, on the releases of the lanes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ module = stock(TARGET.module)
 
 @pytest.fixture
 def repaired(module: ModuleType) -> Iterator[ModuleType]:
-    """The same with the seam."""
+    """The compiled model with the seam."""
     with placed(CUT, DRAWN_AGAIN, module):
         yield module
 

@@ -1,4 +1,4 @@
-"""Attention of transformers with the overlay: which backends it may choose from, with the functions of released transformers.
+"""Attention of transformers with the overlay: the backends that it may choose from, with the functions of released transformers.
 
 Gradients need a GPU, see `tests/gpu/test_cudnn_sdpa_query_gradient.py`. Here calls on one are stood in for, up to the place where upstream looks at the layer.
 """
@@ -54,7 +54,7 @@ def stock(request: pytest.FixtureRequest, wheel: Callable[[str, str], Path]) -> 
 
 @pytest.fixture
 def module(stock: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The same with the seam, in a process that has asked no cuDNN; this host has none that runs."""
+    """The functions with the seam, in a process that has not queried cuDNN. This host has none that runs."""
     monkeypatch.setattr(overlay, "_known", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with placed(overlay.OVERLAY, AS_TORCH_PREFERS, stock):

@@ -38,7 +38,7 @@ module = stock(TARGET.module)
 
 @pytest.fixture(scope="module")
 def repaired(module: ModuleType) -> Iterator[ModuleType]:
-    """The same with the seam, for the rest of the file."""
+    """The module with the seam, for the rest of the file."""
     with placed(OVERLAY, STEPPED, module):
         yield module
 
@@ -70,7 +70,7 @@ OPTIMIZERS = st.one_of(
 
 
 def steps_of(name: str, options: Mapping[str, Any], *, asks: bool) -> list[Any]:
-    """Return the weights after each of three steps, with two groups of other rates."""
+    """Return the weights after each of three steps, with two groups of different rates."""
     model, optimizer = PACK.made(name, **options)
     bias = optimizer.param_groups[0]["params"].pop()
     optimizer.add_param_group({"params": [bias], "lr": 0.02})
@@ -118,7 +118,7 @@ class CountsInGroups(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1, **({} if counter is None else {"step": counter})})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override] # as upstream's subclasses
-        """Count, and make state."""
+        """Count the step and create state."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for each in group["params"]:

@@ -38,7 +38,7 @@ module = stock(TARGET.module)
 
 @pytest.fixture(scope="module")
 def repaired(module: ModuleType) -> Iterator[ModuleType]:
-    """The same with the seam, for the rest of the file."""
+    """The module with the seam, for the rest of the file."""
     with placed(OVERLAY, DROPPED, module):
         yield module
 

@@ -98,7 +98,7 @@ def bits(tensor: torch.Tensor) -> list[Any]:
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same content with other strides, and a stranger between any two queries."""
+    """Return the same content with other strides and with unrelated elements between any two queries."""
     return torch.stack((tensor, torch.full_like(tensor, 7.0)), dim=2).transpose(0, 1)[:, :, 0].transpose(0, 1)
 
 

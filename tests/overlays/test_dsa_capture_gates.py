@@ -1,4 +1,4 @@
-"""DSA's validations: upstream's own outside a capture; by construction, on the device or declined inside one.
+"""DSA's validations: upstream's own outside of a CUDA graph capture, and inside one by construction, on the device, or declined.
 
 These tests need no GPU: `graph_capture.rehearsal` makes the gates answer as in a capture, on CPU tensors. Tests of real
 captures are in tests/gpu/test_dsa_capture.py.

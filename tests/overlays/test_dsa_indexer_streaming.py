@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Keep tiny operators from waiting for each other's threads."""
+    """Use one thread, because threads of tiny operators wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -304,7 +304,7 @@ def test_scores_and_their_autograd_are_upstreams(
 
 
 class Pairs(dict[str, tuple[ModuleType, ModuleType]]):
-    """For each version, the module without seams and with them: made when they are asked for; hypothesis runs many cases on each."""
+    """For each version, the module without seams and with them, made on demand, because hypothesis runs many cases on each."""
 
     wheel: Wheel
 
@@ -379,7 +379,7 @@ HAS_KERNELS = chosen_keys.has_kernels
 
 @pytest.fixture
 def chosen_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note each choice of keys in blocks of queries, where PyTorch's are taken for kernels."""
+    """Record each choice of keys in blocks of queries, with PyTorch's operators in the place of kernels."""
     monkeypatch.setattr(chosen_keys, "has_kernels", lambda *_: True)
     calls: list[str] = []
     choose = chosen_keys.choose

@@ -94,7 +94,7 @@ def patched() -> ModuleType:
 
 
 def away(found: Any, expected: Any) -> float:
-    """Return how far numbers are apart, relative in the Euclidean norm."""
+    """Return the Euclidean distance of two tensors, relative to the norm."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.isfinite().all()

@@ -167,7 +167,7 @@ def helper() -> Callable[..., Any]:
 
 @pytest.fixture
 def running() -> Callable[[Any, Callable[[], Any]], Any]:
-    """Call something from within the method of a module that has a group."""
+    """Call a function from within the method of a module that has a group."""
 
     def run(group: Any, inside: Callable[[], Any]) -> Any:
         method = made(PLACED[feature.LLAVA.module], feature.EMBEDDINGS, 0, lambda _: inside())

@@ -74,7 +74,7 @@ def exact(*shape: int) -> torch.nn.Parameter:
 
 
 class Mixer(torch.nn.Module):
-    """The contract of Mamba-3: some parameters in fp32, projections in whatever the model has, and buffers."""
+    """A mixer with the contract of Mamba-3: some parameters in fp32, projections in the model's dtype, and buffers."""
 
     def __init__(self, *, is_mimo: bool = True) -> None:
         super().__init__()

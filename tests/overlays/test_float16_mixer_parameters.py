@@ -42,7 +42,7 @@ def upstream() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def mixer_module(upstream: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same, able to build: its constructor asks for kernels, and runs none of them."""
+    """The mixer's module, able to build: its constructor asks for kernels, and runs none of them."""
     for module in (upstream, importlib.import_module("megatron.core.ssm.mamba_context_parallel")):
         for name in ("HAVE_MAMBA_SSM", "HAVE_EINOPS"):
             if hasattr(module, name):

@@ -39,7 +39,7 @@ def megatron() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron asks which rank it logs for."""
+    """Set the rank, because Megatron asks which rank it logs for."""
     monkeypatch.setenv("RANK", "0")
 
 

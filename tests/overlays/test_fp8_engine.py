@@ -1,4 +1,4 @@
-"""The hazards of the real Transformer Engine, and the seam against it: compiled, on the CPU, with the real megatron-core.
+"""The seam with the compiled Transformer Engine and its hazards: on the CPU, with the real megatron-core.
 
 `make te` builds the environment, about 20 minutes once. Without it these tests are skipped; the Python half of the
 same releases is tested in test_fp8_engine_releases.py everywhere.

@@ -1,4 +1,4 @@
-"""Released tensor classes of Transformer Engine, 2.8 to 2.20: recognised, named and opened, whatever has drifted.
+"""Released tensor classes of Transformer Engine, 2.8 to 2.20: each is recognised, named and dequantized in spite of changes between them.
 
 Upstream's own Python from the wheels; only the compiled half is replaced (see fp8_engine.py). Where it dequantizes, a
 constant is returned, so these tests are about wrappers and autograd and not about numbers.

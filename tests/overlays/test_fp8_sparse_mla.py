@@ -1,4 +1,4 @@
-"""The one place where an FP8-aware SparseMLA kernel makes itself known."""
+"""The registry in which an FP8-aware SparseMLA kernel is registered."""
 
 from __future__ import annotations
 

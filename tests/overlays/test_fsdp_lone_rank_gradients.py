@@ -49,7 +49,7 @@ def buffer(*, ranks: int = 1, sharded: bool = False, factor: float | None = 0.5)
 
 
 def made(module: ModuleType, *buffers: Any, strategy: str = "optim_grads_params", outer: str = "no_shard") -> None:
-    """Let the seam see the buffers of a model."""
+    """Call the seam on the buffers of a model."""
     settings = SimpleNamespace(data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer)
     groups = [SimpleNamespace(main_grad_buffer=each) for each in buffers]
     model = SimpleNamespace(ddp_config=settings, parameter_groups=groups)

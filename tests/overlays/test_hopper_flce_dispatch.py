@@ -1,4 +1,4 @@
-"""Pack 10: whom the dispatcher of the fused linear cross entropy serves, on stand-ins and on real source trees.
+"""Pack 10: the devices that the dispatcher of the fused linear cross entropy serves, on stand-ins and on real source trees.
 
 Devices are made up: torch answers for a GPU that is not there. Each tree runs in interpreters of its own.
 """

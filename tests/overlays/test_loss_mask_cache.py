@@ -1,4 +1,4 @@
-"""GPT datasets with the overlay: every label that is no padding has a loss, whatever was served before.
+"""GPT datasets with the overlay: every label that is no padding has a loss, independent of earlier samples.
 
 Cases of pack 49 run on releases, in a process of its own for each; everything else runs on the newest one in this process.
 """

@@ -29,7 +29,7 @@ module = stock(TARGET.module)
 
 @pytest.fixture
 def repaired(module: ModuleType) -> Iterator[ModuleType]:
-    """The same with the seams."""
+    """The module with the seams."""
     with placed(OVERLAY, IDENTITY, module):
         yield module
 

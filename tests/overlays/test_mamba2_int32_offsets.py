@@ -1,4 +1,4 @@
-"""Mamba-2's kernels get nothing that reaches over 2**31 elements: by copies, in parts, or not at all.
+"""Inputs of Mamba-2's kernels: none reaches over 2**31 elements. Larger ones are copied, split into parts, or refused.
 
 The kernels of mamba-ssm run interpreted, in an interpreter of their own (`long_offsets.py`); how arguments and results are
 taken apart and put together is seen here, on functions in plain PyTorch that stand for upstream's.

@@ -1,4 +1,4 @@
-"""Mamba-3's MIMO backward with the overlay: any number of groups, and one and all of them exactly as upstream's."""
+"""Mamba-3's MIMO backward with the overlay: it takes any number of groups. One group and one for each head have upstream's bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHUNK = 8
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Keep tiny operators from waiting for each other's threads."""
+    """Use one thread, because threads of tiny operators wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +66,7 @@ def upstream(release: Path, stand_ins: Path) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def patched(release: Path, stand_ins: Path) -> Iterator[ModuleType]:
-    """Another copy of it, with the seams in."""
+    """A second copy of the release's module, with the seams."""
     with imported(release, stand_ins) as load:
         entry = load(ENTRY)
         megacpp_overlays.undo(ID)
@@ -76,7 +76,7 @@ def patched(release: Path, stand_ins: Path) -> Iterator[ModuleType]:
 
 
 def install() -> None:
-    """Put the seams into the copy that is imported now."""
+    """Install the seams in the copy that is imported now."""
     for part in PARTS:
         owner = sys.modules[part.target.module]
         (replacement,) = part.replacements[feature.ONE_OR_ALL]

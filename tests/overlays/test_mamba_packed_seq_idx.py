@@ -399,7 +399,7 @@ def test_a_compiled_caller_gets_one_graph_and_the_same_numbers(module: ModuleTyp
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Keep tiny operators from waiting for each other's threads."""
+    """Use one thread, because threads of tiny operators wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""MLA's fused rotary embeddings are right whichever block of heads their tuner takes: upstream's kernels, interpreted."""
+"""MLA's fused rotary embeddings with the overlay: right for every block of heads that the tuner may choose. Upstream's kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY_DAY = (6,)
 
 
 class Config:
-    """A configuration as Triton has it."""
+    """A stand-in for a Triton configuration."""
 
     def __init__(self, kwargs: dict[str, int], num_warps: int = 4, num_stages: int = 3) -> None:
         self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages

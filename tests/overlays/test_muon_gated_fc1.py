@@ -52,7 +52,7 @@ def gated(rows: int = 8, name: str = "weight", kind: str = "MLP", **config: Any)
 
 
 def shapes(make: Callable[..., Any], layer: Any, name: str = "muon") -> list[int] | None:
-    """Return by which numbers of rows the weight of the layer is taken apart."""
+    """Return the numbers of rows by which the weight of the layer is split."""
     (weight,) = layer.parameters()
     make(SimpleNamespace(lr=0.1, adam_beta1=0.9, adam_beta2=0.95), [weight], name, [layer], None)
     return getattr(weight, "qkv_split_shapes", None)

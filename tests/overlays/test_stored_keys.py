@@ -1,4 +1,4 @@
-"""Keys that Transformer Engine quantized, handed to the kernel as they are stored: the same bits as of the dequantized key.
+"""Keys that Transformer Engine quantized, passed to the kernel as they are stored: results have the bits of the dequantized key.
 
 The tensor classes are those of 2.20.2, without their compiled half; `fp8_engine_cases.py` has the compiled one.
 """
@@ -65,7 +65,7 @@ def engine(wheel: Wheel) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def opened(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tensors that were dequantized, by whomever."""
+    """The tensors that were dequantized, by any caller."""
     found: list[Any] = []
     for cls in (engine.Float8Tensor, engine.Float8BlockwiseQTensor):
 

@@ -64,7 +64,7 @@ class Mixture:
 
 
 class OfTransformers(Mixture):
-    """The same, as a model of transformers."""
+    """A model of transformers whose loss has a balancing part."""
 
 
 OfTransformers.__module__ = "transformers.models.mixtral.modeling_mixtral"

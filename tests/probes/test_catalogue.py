@@ -1,4 +1,4 @@
-"""Every overlay has its catalogue of repairs of another kind than upstream's, on which nothing is installed."""
+"""Catalogues of other repairs: for every overlay, repairs of another kind than upstream's, on which no seam is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe of pack 46: the reason that it gives, and that the seam goes only where the contract was read."""
+"""The probe of pack 46: its reason, and a seam only for releases whose contract is known."""
 
 from __future__ import annotations
 

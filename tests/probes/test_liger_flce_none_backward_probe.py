@@ -34,7 +34,7 @@ DISTINCT = {
 
 
 class Edited:
-    """A release in which the text of some modules is ours."""
+    """A release in which some modules have a text of the test."""
 
     def __init__(self, wheel: Path, **texts: str) -> None:
         self._wheel = parsed_once(wheel)

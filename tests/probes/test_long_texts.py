@@ -1,4 +1,4 @@
-"""However long a text is, a probe answers soon, because it does not walk over it, and says that the size is why."""
+"""Long texts: a probe answers soon, because it does not walk over the text, and names the size as the reason."""
 
 from __future__ import annotations
 

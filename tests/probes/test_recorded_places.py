@@ -1,4 +1,4 @@
-"""Each place of each recorded form decides: code in which it alone is another is not recognised."""
+"""Places of recorded forms: code that differs from a form in one place alone is not recognised."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def places_of(part: Erratum, form: Form) -> Iterator[str]:
 
 
 def changed(tree: ParsedOnce, place: str) -> Texts:
-    """Return a tree with a statement more in a place, which is a function, or else with its name bound again."""
+    """Return a tree with one more statement in a place that is a function, or else with the place's name bound again."""
     module, _, symbol = place.partition(":")
     source = tree.module(module)
     assert source is not None
@@ -83,7 +83,7 @@ def changed(tree: ParsedOnce, place: str) -> Texts:
 
 
 def recognised(part: Erratum, form: Form, tree: ParsedOnce) -> list[str]:
-    """Return the places with whose change the probe still says something of the tree."""
+    """Return the places that can change without making the tree unrecognised."""
     places = places_of(part, form)
     return [place for place in places if ask(part.probe, changed(tree, place)).verdict is not Verdict.UNRECOGNISED]
 

@@ -1,4 +1,4 @@
-"""Probes say FIXED of the repairs that releases have, and of no edit of them that leaves the defect in."""
+"""Probes on released repairs: FIXED for each repair, and for no edit of one that leaves the defect in."""
 
 from __future__ import annotations
 

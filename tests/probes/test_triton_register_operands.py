@@ -1,4 +1,4 @@
-"""The gate of pack 43: which compiler is installed, and whether this host is known to have a GPU for which it matters."""
+"""The gate of pack 43: the installed compiler, and whether this host is known to have a GPU for which it matters."""
 
 from __future__ import annotations
 

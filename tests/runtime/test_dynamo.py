@@ -1,4 +1,4 @@
-"""torch.compile: no graph is left that was traced through other code, and graphs break no more often than without us."""
+"""torch.compile with overlays: no graph stays that was traced through other code, and graphs break no more often than without overlays."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ each_place = pytest.mark.parametrize("place", only(PLACES.values(), [PLACES[each
 
 
 def _calling(bound: Any) -> Callable[[Any], Any]:
-    """Reach a method through its object each time, as training code does: a bound method would hold the original."""
+    """Return a step that looks the method up on its object each time, as training code does: a bound method would hold the original."""
     owner, name = getattr(bound, "__self__", bound), getattr(bound, "__name__", "__call__")
     return lambda x: getattr(owner, name)(x)
 

@@ -147,7 +147,7 @@ def test_numbers_of_another_shape_are_read_only_where_the_tensor_says_it_has_tha
 
 def test_subclasses_other_libraries_and_plain_tensors_are_not_read(engine: SimpleNamespace) -> None:
     class Another(engine.Float8Tensor):  # type: ignore[misc, name-defined]
-        """Whose numbers may stand for anything."""
+        """A class whose numbers may have another meaning."""
 
     tensor = stored_keys.of_one_scale(engine, 6, 2, 1, 300)
     look_alike = SimpleNamespace(**{name: getattr(tensor, name) for name in ("_data", "_scale_inv", "_fp8_dtype")})

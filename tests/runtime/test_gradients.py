@@ -1,4 +1,4 @@
-"""Gradients that no engine computed: those of the engine."""
+"""Gradients computed without autograd's engine: they equal the engine's."""
 
 from __future__ import annotations
 

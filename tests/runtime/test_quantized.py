@@ -37,18 +37,18 @@ class Wrapper(torch.Tensor):
 
 
 class Opaque(Wrapper):
-    """Has no way of its own to become plain."""
+    """A tensor without a `dequantize` of its own."""
 
 
 class Quantized(Wrapper):
-    """Dequantizes without a word to autograd, as some upstream classes do."""
+    """A tensor that dequantizes outside of autograd, as some upstream classes do."""
 
     def dequantize(self) -> torch.Tensor:
         return self.payload.to(self.dtype)
 
 
 class Itself(Wrapper):
-    """Answers with the tensor that it holds, and not with a copy."""
+    """A tensor that dequantizes to the tensor that it holds, and not to a copy."""
 
     def dequantize(self) -> torch.Tensor:
         return self.payload

@@ -1,4 +1,4 @@
-"""Notes about tensors: of one object, not of its content; and no module keeps anything on a tensor, or by its version, instead."""
+"""Notes about tensors: they belong to one object and not to its content. No module keeps state on a tensor or by its version instead."""
 
 from __future__ import annotations
 

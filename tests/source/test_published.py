@@ -1,4 +1,4 @@
-"""Published releases: the files of a package are those of a release, or of none, and a repair that was read counts in a release alone."""
+"""Published releases: the files of a package are those of one release or of none. A known repair counts in a release alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table of repairs that were read, as probes of plugins keep one: FIXED is said of a tree that has one of them, all of it."""
+"""Tables of known repairs, as probes of plugins keep them: a tree is FIXED if it has one of the repairs completely."""
 
 from __future__ import annotations
 

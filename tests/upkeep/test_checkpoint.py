@@ -41,7 +41,7 @@ COUNT = ROWS * COLUMNS
 def parameter(
     name: str = "rows", *, ahead: int = 0, behind: int = 10**6, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Return a weight and its state, cut `ahead` elements too far on out of a buffer with so many elements behind it."""
+    """Return a weight and its state. The state is cut `ahead` elements too far on, out of a buffer with `behind` elements behind it."""
     generator = torch.Generator().manual_seed(len(name))
 
     def cut(gathered: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ def test_nothing_but_zeros_is_reported_where_no_shard_is_right(tmp_path: Path, s
 
 
 class Touch:
-    """A pickle that makes a file where it is loaded as one."""
+    """A pickle that creates a folder if it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -354,12 +354,12 @@ def edit(folder: Path, change: Callable[[Any], object]) -> None:
 
 
 def places(change: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return an edit of where every tensor is said to be."""
+    """Return an edit of the recorded place of every tensor."""
     return lambda found: [change(each) for each in found.storage_data.values()]
 
 
 def at(path: object) -> Callable[[Any], object]:
-    """Return an edit by which every tensor is said to be in another file."""
+    """Return an edit that records another file for every tensor."""
     return places(lambda each: vars(each).update(relative_path=path))
 
 

@@ -39,13 +39,13 @@ def release(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str]
 
 @pytest.fixture
 def target(release: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy of the installed release that a test may edit."""
     return Path(shutil.copytree(release, tmp_path / "target"))
 
 
 @pytest.fixture
 def drift(target: Path) -> Drift:
-    """Run the command where the copy comes first."""
+    """Run the command with the copy first on the path."""
 
     def run(
         *words: str | Path, only: bool = True, env: Mapping[str, str] = os.environ

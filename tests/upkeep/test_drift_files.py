@@ -41,7 +41,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(published: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may spoil."""
+    """A copy of the installed folder that a test may edit."""
     shutil.copytree(published, tmp_path / "target")
     return tmp_path / "target"
 

@@ -1,4 +1,4 @@
-"""Drift finds and names foreign objects in loaded modules, whatever they call themselves, and none of upstream's own."""
+"""Drift of loaded modules: foreign objects are found and named, even under names of upstream's, and no object of upstream's is."""
 
 from __future__ import annotations
 

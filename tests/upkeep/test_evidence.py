@@ -1,4 +1,4 @@
-"""Evidence from an environment is true of that environment, whatever the shell and this process have set up.
+"""Evidence from an environment: it holds for that environment, independent of the shell and of this process.
 
 The environments are real ones, with a made-up upstream in them; every question is a process of their interpreter.
 """

@@ -1,4 +1,4 @@
-"""Regular expressions over texts of others take time in proportion to the text."""
+"""Regular expressions over third-party texts: their time is linear in the length of the text."""
 
 from __future__ import annotations
 

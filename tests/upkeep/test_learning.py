@@ -41,7 +41,7 @@ OTHER_WORDS = ("        BT, H = grad_input.shape\n        n_rows = BT\n", "     
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of this package, in which something can be written down."""
+    """A copy of this package, to which records can be written."""
     folder = tmp_path / "checkout"
     skipped = shutil.ignore_patterns("__pycache__", "receipts", "matrix.html")
     shutil.copytree(ROOT / "megacpp_overlays", folder / "megacpp_overlays", ignore=skipped)

@@ -174,7 +174,7 @@ def write_script(path: Path, text: str) -> None:
 
 
 def change_python(stem: Path, old: str, new: str) -> None:
-    """Make a lane and its lock be for another Python."""
+    """Change the Python of a lane and of its lock."""
     for suffix in (".in", ".txt"):
         path = stem.with_suffix(suffix)
         path.write_text(path.read_text().replace(f"# python: {old}", f"# python: {new}"))

@@ -1,4 +1,4 @@
-"""Releases: which there are, when they came, which file of each is read, and that it is the one that was published."""
+"""Releases: the list of an index with dates, the file of each that is read, and the check that it is the published one."""
 
 from __future__ import annotations
 

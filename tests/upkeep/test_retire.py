@@ -33,7 +33,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture
 def checkout(template: Checkout, tmp_path: Path) -> Checkout:
-    """A checkout of one's own."""
+    """A copy of the checkout for one test."""
     shutil.copytree(template.root, tmp_path / "checkout", symlinks=True)
     return Checkout(tmp_path / "checkout")
 
@@ -126,7 +126,7 @@ def test_a_dry_run_prints_the_entry_and_the_steps_and_writes_nothing(checkout: C
 
 
 def follow(checkout: Checkout, said: str) -> None:
-    """Take the printed steps as a person would, but for the matrix and the tests."""
+    """Take the printed steps as a person would, except the matrix and the tests."""
     [remove] = re.findall(r"^  (git rm .*)$", said, re.MULTILINE)
     checkout.git(*shlex.split(remove)[1:])
     [name] = re.findall(r"^  (packs/\S+): the pack becomes class ", said, re.MULTILINE)
@@ -140,7 +140,7 @@ def follow(checkout: Checkout, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def retired(retirement: tuple[Checkout, str], tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """The same, and every step taken but the commit."""
+    """The retirement with every printed step taken, except the commit."""
     root = tmp_path_factory.mktemp("retired") / "checkout"
     shutil.copytree(retirement[0].root, root, symlinks=True)
     follow(Checkout(root), retirement[1])

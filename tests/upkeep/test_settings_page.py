@@ -1,4 +1,4 @@
-"""The reference page of the settings says of each all that the registry says."""
+"""The reference page of the settings: it has every fact of the registry about each setting."""
 
 from __future__ import annotations
 
