@@ -1,4 +1,4 @@
-"""On which GPUs, and with which Triton, kernels that are not plain PyTorch were measured; what was not is declined.
+"""GPUs and Triton versions on which the kernels that are not plain PyTorch were measured; all others are declined.
 
 An overlay that saves memory may be slower than upstream's function where its kernels do not run. There it serves a call only
 if upstream's largest tensor is larger than SMALL, see `serves`; a smaller call goes to upstream's function, unless
@@ -32,7 +32,7 @@ _calls_of_every_size = 0
 """How many blocks of code want calls of every size served."""
 
 _said: set[tuple[str, str]] = set()
-"""Who declined, and why: what the log has."""
+"""Who declined, and why: the warnings that are in the log already."""
 
 
 def why_not(device: torch.device) -> str | None:
@@ -62,7 +62,7 @@ def declines(device: torch.device, who: str, instead: str) -> bool:
     Args:
         device: of the tensors.
         who: declines.
-        instead: what happens, as the end of a sentence.
+        instead: the consequence, as the end of a sentence.
     """
     reason = why_not(device)
     if reason is not None and (who, reason) not in _said:
@@ -86,7 +86,7 @@ def serves(tensor: torch.Tensor, dtypes: Collection[torch.dtype], elements: int)
 
 @contextlib.contextmanager
 def serving_calls_of_every_size() -> Iterator[None]:
-    """Serve small calls everywhere, too, in all threads: for those who ask what an overlay computes, not whether it is worth it."""
+    """Serve small calls everywhere, too, in all threads: for checks of the results of an overlay, not of its benefit."""
     global _calls_of_every_size
     _calls_of_every_size += 1
     try:

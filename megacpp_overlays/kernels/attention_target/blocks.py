@@ -1,11 +1,11 @@
-"""Blocks of queries, so that what is (batch, rows, keys) stays small beside (batch, queries, keys)."""
+"""Blocks of queries: a tensor of (batch, rows, keys) stays small compared with one of (batch, queries, keys)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 24
-"""Elements of one block: large enough to keep a device busy, small beside any matrix worth streaming."""
+"""Elements of one block: large enough to keep a device busy, small compared with any matrix worth streaming."""
 
 
 def row_blocks(queries: int, elements_of_a_row: int, device: str) -> Iterator[slice]:

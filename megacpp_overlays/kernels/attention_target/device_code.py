@@ -1,10 +1,10 @@
 """The device code of the attention target: see `in_triton`, which launches it.
 
-`query` and `key` are (queries, batch, heads, dim) and (keys, batch, heads, dim), the bounds (1 or batch, queries), a mask
-and what is allowed (1 or batch, queries, keys); `x_row`, `x_batch` and `x_head` are strides in elements, 0 where one
-serves all. The last axis has unit stride. Every index that meets a stride has 64 bits. `mask_matters` is one number, 0 if
-the bounds say all that the mask does. `chosen` is 0 if nothing says what is allowed: a number and no constant, so that the
-same machine code answers both, and keys that are all allowed give the bits of keys of which nothing is said.
+`query` and `key` are (queries, batch, heads, dim) and (keys, batch, heads, dim), the bounds (1 or batch, queries), the mask
+and the flags of allowed keys (1 or batch, queries, keys). `x_row`, `x_batch` and `x_head` are strides in elements, 0 where one
+slice serves all. The last axis has unit stride. Every index that is multiplied by a stride has 64 bits. `mask_matters` is one
+number, 0 if the mask changes nothing within the bounds. `chosen` is 0 if there are no flags of allowed keys. It is a number and
+not a constant, so both cases run the same machine code: flags that allow every key give the same bits as no flags.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def target(
         starts: (queries,), integers: a key is valid whose position is not below; this or a mask is needed.
         ends: (queries,), integers: a key is valid whose position is below.
         key_positions: (keys,), integers; None for 0, 1, 2 and so on.
-        mask: (queries, keys) or (batch, queries, keys), is added to the scores; what is not finite is not valid.
+        mask: (queries, keys) or (batch, queries, keys), added to the scores; a key whose entry is not finite is not valid.
         topk_indices: (batch, queries, chosen), integers: only these keys are valid; a negative one is none.
 
     Returns:

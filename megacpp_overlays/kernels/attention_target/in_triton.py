@@ -5,7 +5,7 @@ sum of exponentials. The second takes a tile of queries and keys, adds the proba
 writes the tile once. Products are computed twice and scores never written.
 
 The product of two bfloat16 or float16 numbers is exact in float32. No atomics: every element has one program, and every
-sum one order. What lies outside the bounds of all rows of a tile is passed over.
+sum one order. Keys outside the bounds of all rows of a tile are skipped.
 
 NVIDIA devices of capability 8 and above with Triton 3.6 or newer, and CPU tensors in the Triton interpreter.
 """
@@ -29,7 +29,7 @@ _LARGEST_DIM = 640
 _CHUNK = 64
 """How much of the head dimension is loaded at a time."""
 _SHARED, _SHARED_OF_LARGE_TILES = 99 * 1024, 200 * 1024
-"""Bytes of shared memory that a device must offer: what capability 8.6 and 12.0, and what 9.0 has for larger tiles."""
+"""Bytes of shared memory that a device must offer: those of capability 8.6 and 12.0; for larger tiles, those of 9.0."""
 
 
 def takes(dim: int, device: torch.device) -> bool:
@@ -55,7 +55,7 @@ def target(query: torch.Tensor, key: torch.Tensor, scale: float, valid: Validity
     peaks, inverses = (torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device) for _ in range(2))
     starts, ends = (each.contiguous() for each in (valid.starts, valid.ends))
     mask, allowed = (None if each is None else _rows(each) for each in (valid.mask, valid.allowed))
-    # Where nothing is said of what is allowed no number of it is read, and any address will do.
+    # Without flags of allowed keys the kernels read none, so any address will do.
     flags = _flags(starts) if allowed is None else allowed
     tensors = (query, key, starts, ends, mask, valid.mask_matters, flags, peaks, inverses)
     numbers = (

@@ -1,8 +1,8 @@
 """DSA's indexer loss and its gradient at the index scores, in blocks of queries, given the target.
 
 The loss is the mean over queries of the divergence of the softmax over index scores from the main attention's
-probabilities, added up over heads and normalised. Beside scores and target, (batch, queries, keys) each, nothing of that
-size is made; the gradient is written over the scores.
+probabilities, added up over heads and normalised. Scores and target are (batch, queries, keys) each. No other tensor of that
+size is made: the gradient is written over the scores.
 
 Upstream has had two forms. Up to 0.18 logarithms are taken of probabilities plus 1e-10, and the gradient follows that.
 Since 0.19 the logarithm is that of the softmax and its gradient is exact; there softmax, normalisation, divergence and
@@ -22,7 +22,7 @@ from megacpp_overlays.kernels.attention_target.blocks import row_blocks
 from megacpp_overlays.kernels.attention_target.validity import Validity, validity
 
 _EPSILON = 1e-10
-"""What 0.17 and 0.18 add to probabilities."""
+"""The constant that 0.17 and 0.18 add to probabilities."""
 
 
 class IndexerTarget:
@@ -50,7 +50,7 @@ class IndexerTarget:
             torch.distributed.all_reduce(self.sums, group=group)
 
     def valid_rows(self, rows: slice) -> torch.Tensor:
-        """Return what is valid for some queries: (batch, rows, keys), bool."""
+        """Return which keys are valid for some queries: (batch, rows, keys), bool."""
         valid = self.valid.of_rows(rows)
         return valid.expand(self.sums.size(0), -1, -1)
 
@@ -186,6 +186,6 @@ def exact_gradient(
 
 
 def _biased(index_scores: torch.Tensor, target: IndexerTarget, rows: slice) -> torch.Tensor:
-    """Return the scores of some queries, with what a mask adds to them."""
+    """Return the scores of some queries, plus the mask if there is one."""
     mask = target.valid.mask_of_rows(rows)
     return index_scores[:, rows] if mask is None else index_scores[:, rows] + mask

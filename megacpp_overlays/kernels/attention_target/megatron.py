@@ -1,8 +1,8 @@
-"""Megatron's functions of the fused indexer loss, forward and backward, by the indexer's target.
+"""Megatron's functions of the fused indexer loss, forward and backward, computed with `IndexerTarget`.
 
-Arguments have upstream's names, order and meaning: `softened_` as in 0.17 and 0.18, `exact_` since 0.19, and
-`_external_mass` where main and dev take a denominator from elsewhere, which is left to what is said. `scores` computes the
-index scores as upstream's function of that release is called.
+Arguments have upstream's names, order and meaning: `softened_` as in 0.17 and 0.18, `exact_` since 0.19. In main and dev
+(`_external_mass`) the caller may pass the denominator; such calls go to upstream's function or to `traced`. `scores` computes
+the index scores and is called like upstream's function of that release.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 def _recorded(*tensors: torch.Tensor) -> bool:
-    """Return whether autograd is to go through what is computed of these, which upstream's code lets it."""
+    """Return whether autograd records operations on these tensors. It can differentiate upstream's code, not the kernels."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
 
 
@@ -34,7 +34,7 @@ def _serves(index_scores: torch.Tensor, query: torch.Tensor) -> bool:
 
 
 def softened_loss(original: Function) -> Function:
-    """Return the loss of 0.17 and 0.18, which leaves to the original what autograd is to go through."""
+    """Return the loss of 0.17 and 0.18. Calls that autograd records go to the original."""
 
     def loss(
         index_scores: Any,
@@ -89,7 +89,7 @@ def softened_backward(original: Function, scores: Function) -> Function:
 
 
 def exact_loss(original: Function, module: ModuleType) -> Function:
-    """Return the loss since 0.19, with what `module` has for masks, normalisation and reduction."""
+    """Return the loss since 0.19, with the functions of `module` for masks, normalisation and reduction."""
 
     def loss(
         index_scores: Any,

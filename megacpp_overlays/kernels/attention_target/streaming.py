@@ -1,6 +1,6 @@
 """Attention probabilities summed over heads in plain PyTorch, one head and some queries at a time.
 
-For the CPU, float32 and odd dtypes. Float32 arithmetic, as upstream's. Beside the result it holds the keys of one head
+For the CPU, float32 and odd dtypes. Float32 arithmetic, as upstream's. In addition to the result it holds the keys of one head
 in float32 and a few blocks of 4 Mi elements, 32 Mi on a GPU, (batch, rows, keys), or of one row if that is longer.
 Heads are added in one order, so a rerun gives the same bits.
 """

@@ -1,7 +1,7 @@
-"""Which keys a query may see: row bounds, and a mask or a support where bounds do not say it all.
+"""Valid keys of each query: row bounds, and a mask or a support where bounds do not describe all of it.
 
-Whatever a caller has, kernels get the first valid key of a row and the one behind the last, so that they can pass over
-what lies outside. Nothing here waits for the device, so that it can be captured in a CUDA graph.
+From any of the caller's arguments kernels get the first valid key of a row and the one behind the last, so they can skip the
+keys outside. Nothing here waits for the device, so the code can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Validity(NamedTuple):
     ends: torch.Tensor
     """The one behind the last."""
     mask: torch.Tensor | None = None
-    """(1 or batch, queries, keys), float32, is added to scores; what is not finite is not valid."""
+    """(1 or batch, queries, keys), float32, added to the scores; a key whose entry is not finite is not valid."""
     mask_matters: torch.Tensor | None = None
     """(), int32: 0 where the mask adds nothing within the bounds and hides nothing there, so that they say it all."""
     allowed: torch.Tensor | None = None
     """(1 or batch, queries, keys), bool."""
 
     def of_rows(self, rows: slice) -> torch.Tensor:
-        """Return what is valid for some queries: (1 or batch, rows, keys), bool."""
+        """Return which keys are valid for some queries: (1 or batch, rows, keys), bool."""
         place = torch.arange(self.keys, dtype=torch.int32, device=self.starts.device)
         valid = (place >= self.starts[:, rows, None]) & (place < self.ends[:, rows, None])
         if self.mask is not None:
@@ -38,7 +38,7 @@ class Validity(NamedTuple):
         return valid if self.allowed is None else valid & self.allowed[:, rows]
 
     def mask_of_rows(self, rows: slice) -> torch.Tensor | None:
-        """Return what is added to the scores of some queries."""
+        """Return the part of the mask that is added to the scores of some queries."""
         return None if self.mask is None else self.mask[:, rows]
 
 
@@ -51,10 +51,10 @@ def validity(
     mask: torch.Tensor | None,
     topk_indices: torch.Tensor | None,
 ) -> Validity:
-    """Return what the arguments of `attention_target.target` say together.
+    """Return the valid keys that the arguments of `attention_target.target` describe together.
 
     Raises:
-        ValueError: it is neither bounds nor a mask, or of other sizes.
+        ValueError: there are neither bounds nor a mask, or their sizes are wrong.
     """
     if mask is not None:
         if mask.ndim not in (2, 3) or mask.shape[-2:] != (queries, keys) or starts is not None:

@@ -2,8 +2,8 @@
 
 `query` and `q` are (queries, batch, heads, dim), `key` and `k` (keys, batch, dim), `indices` and `grad` (batch, queries, slots),
 contiguous. A row is a query of a batch element, query * batch + element; `counts` has the number of slots of each row up to
-its last key, and what is worked on begins with row `row_start`. `x_row`, `x_batch` and `x_head` are strides in elements, of
-`indices`, too; every index that meets a stride has 64 bits.
+its last key. The programs work on the rows from `row_start` on. `x_row`, `x_batch` and `x_head` are strides in elements, also
+those of `indices`. Every index that is multiplied by a stride has 64 bits.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ def pair_gradients(
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradients of q and of the weights of a row, and what its slots add to the gradients of their keys.
+    """Write the gradients of q and of the weights of a row, and the contributions of its slots to the gradients of their keys.
 
-    A gradient of a score becomes two bfloat16 numbers, which together have 16 bits, so that what keys have in common cancels.
+    A gradient of a score becomes two bfloat16 numbers, which together have 16 bits, so that the common part of the keys cancels.
     A slot adds float16 numbers times a unit, a power of two of its own: (rows, slots, dim) and (rows, slots, 1). ROUNDED:
     weights are bfloat16 numbers, otherwise they become two of them.
     """

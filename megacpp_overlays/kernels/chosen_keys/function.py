@@ -1,8 +1,8 @@
 """The choice of keys by index scores, the target of the sparse indexer loss and its gradients, in tokens times chosen.
 
 Four custom operators, so that CUDA graphs and torch.compile treat each as one step. Scores of all keys exist for some
-queries at a time; of the rest only scores, targets and gradients of what was chosen are kept. Products run on tensor cores
-for bfloat16 where they were measured, in plain PyTorch for everything else.
+queries at a time. Of the others only the scores, targets and gradients of the chosen keys are kept. Products run on tensor
+cores for bfloat16 where they were measured, in plain PyTorch for everything else.
 
 Source: section 2.1 of https://github.com/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/DeepSeek_V3_2.pdf
 """
@@ -90,7 +90,7 @@ def compare(scores: torch.Tensor, sums: torch.Tensor, indices: torch.Tensor, sma
         scores: (batch, queries, slots), float32, contiguous; prediction less target is written over them, 0 where no key is.
         sums: (batch, queries, slots), float32: the target before it is normalised, 0 where no key is.
         indices: (batch, queries, slots), int64: a key, or -1 behind all others.
-        smallest: of the sum of a row's target, and of what a logarithm is taken of.
+        smallest: lower bound of the sum of a row's target, and of the arguments of logarithms.
 
     Returns:
         (batch, queries), float32.
@@ -118,7 +118,7 @@ def gradients(
     """Return the gradients of q, weights and k, each in the dtype of its input, for a gradient of chosen index scores.
 
     Args:
-        grad: (batch, queries, slots), float32; what it holds where no key is does not count.
+        grad: (batch, queries, slots), float32; slots without a key are ignored.
         indices: (batch, queries, slots), int64: a key, or -1 behind all others; no key twice in a row.
         q: see `choose`, as are the next three.
 

@@ -1,7 +1,7 @@
 """The indexer over chosen keys in plain PyTorch, some queries at a time: for the CPU, float32 and odd dtypes.
 
 Float32 arithmetic, as upstream's. Keys of some queries are gathered, 4 Mi elements at a time, 32 Mi on a GPU. Blocks are added
-in one order; what slots add to a key is, too, so a rerun gives the same bits.
+in one order, and so are the contributions of the slots of a key, so a rerun gives the same bits.
 """
 
 from __future__ import annotations

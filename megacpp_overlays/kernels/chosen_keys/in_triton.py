@@ -1,11 +1,10 @@
-"""The indexer over chosen keys on tensor cores: bfloat16 in, float32 sums; memory has a bound that is no matrix of all pairs.
+"""The indexer over chosen keys on tensor cores: bfloat16 in, float32 sums; memory is bounded, without a matrix of all pairs.
 
 The target: a program gathers the keys of a row by tiles of slots and writes one score for each slot and head, for some rows
-at a time; another reads them twice, once for the softmax and once for the sum over heads. Rows are compared with it one by one, each
-read once. Gradients: a program gathers the
-keys of a row once, keeps the gradients of its query and weights in registers, and writes for each slot what it adds to the
-gradient of its key; the slots that hold a key are added up in their order, which a sort finds. No atomics, so a rerun gives the
-same bits.
+at a time. Another program reads them twice, once for the softmax and once for the sum over heads. Rows are compared with the
+target one by one, each read once. Gradients: a program gathers the keys of a row once, keeps the gradients of its query and
+weights in registers, and writes for each slot its contribution to the gradient of its key. The contributions of the slots of a
+key are added up in slot order, which a sort finds. No atomics, so a rerun gives the same bits.
 
 Where they were measured (see `measured`), and for CPU tensors in the Triton interpreter.
 """
@@ -27,7 +26,7 @@ from megacpp_overlays.kernels.sparse_attention import in_triton as attention
 from megacpp_overlays.kernels.sparse_attention import slot_order, tiles
 
 _SCORE_BYTES = 1 << 28
-"""What the scores of some rows' pairs may take."""
+"""Largest size of the scores of some rows' pairs."""
 _LONGEST_ROW = 16384
 """Slots that a program compares, 32 a thread."""
 _MOST_HEADS, _LARGEST_DIM = 64, 128

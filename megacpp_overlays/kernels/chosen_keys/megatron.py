@@ -20,11 +20,11 @@ from megacpp_overlays.kernels.index_scores import function as index_scores
 Function = Callable[..., Any]
 
 _MARK = "_megacpp_overlays_chosen"
-"""What the context of a forward pass has that was carried here: how its backward pass goes on."""
+"""Attribute of the autograd context of a forward pass that ran here: the numbers that its backward pass needs."""
 
 
 def forward(original: Function, module: ModuleType) -> Function:
-    """Return the forward pass since 0.19, with what `module` has for layouts, masks, normalisation and reduction."""
+    """Return the forward pass since 0.19, with the functions of `module` for layouts, masks, normalisation and reduction."""
 
     def carried(
         ctx: Any,
@@ -85,7 +85,7 @@ def forward(original: Function, module: ModuleType) -> Function:
 
 
 def backward(original: Function, _module: ModuleType) -> Function:
-    """Return the backward pass of what was carried, and the original's of everything else."""
+    """Return the backward pass of the calls whose forward pass ran here; all others go to the original."""
 
     def carried(ctx: Any, grad_topk_indices: Any, grad_loss: Any) -> Any:
         if not hasattr(ctx, _MARK):

@@ -1,7 +1,7 @@
 """The choice of keys in blocks of queries: index scores of all keys exist for one block at a time.
 
-Scores and choice are those of `index_scores` and `top_k`, which are told the bounds, so that nothing is masked in a pass of
-its own. A block is so small that it is little beside what a layer keeps, and so large that it keeps a device busy.
+Scores and choice are those of `index_scores` and `top_k`. Both get the bounds as arguments, so masking needs no pass of its
+own. A block is small compared with the tensors that a layer keeps, and large enough to keep a device busy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megacpp_overlays.kernels.top_k import function as top_k
 _BLOCK_BYTES, _BLOCK_BYTES_ON_A_GPU = 1 << 24, 1 << 29
 """Of the scores of a block."""
 _TILE = 128
-"""Queries whose multiples blocks are: what a program of the index scores takes."""
+"""Blocks are multiples of this many queries, the tile of a program of the index scores."""
 
 
 def choose(

@@ -100,10 +100,10 @@ def score_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scores of a few tiles, one below the other, float32; with ADD, to what is there.
+    """Write the scores of a few tiles, one below the other, float32; with ADD, add them to the present values.
 
     Over heads, the products leave the tensor cores and are added up here. BOUNDED: tiles that lie outside the bounds of all
-    their rows, from `starts` to before `ends`, (queries,), are passed over.
+    their rows, from `starts` to before `ends`, (queries,), are skipped.
     """
     column_tiles = tl.cdiv(keys, COLUMNS)
     program = tl.program_id(0)
@@ -133,7 +133,7 @@ def score_tiles(
             product = _dot(_load(q_tile + d[None, :], d[None, :] < dim, FULL), key)
             if REST > 0:
                 rest = _dot(_load(q_tile + e[None, :], e[None, :] < dim, FULL), key_rest)
-                # Tensor cores cut what they add; a sum outside them is rounded. A plain + would become theirs.
+                # Tensor cores truncate their addends; a sum outside them is rounded. The compiler would give a plain + to them.
                 product = tl.fma(rest, one, product)
             if RELU:
                 product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)

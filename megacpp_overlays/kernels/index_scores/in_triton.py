@@ -2,13 +2,13 @@
 
 The product of two bfloat16 numbers is exact in float32, so tensor cores lose nothing that a float32 product keeps.
 The backward multiplies a float32 gradient with keys or queries, and for that it uses float16 throughout. Scaled by a
-power of two so that the largest lies just below 2**14, bfloat16 numbers stay what they are down to 2**-28 of the
+power of two so that the largest lies just below 2**14, bfloat16 numbers keep their values down to 2**-28 of the
 largest. A gradient is scaled by the largest of its strip, 64 queries or as many keys as a program has. It becomes one
 float16 number, times its weight, for the sum over queries, and two, 22 bits, for the sum over keys: a softmax gradient
-adds up to 0 there, and what keys have in common cancels. What is 2**-28 of the largest in its strip, or less, loses bits.
+adds up to 0 there, and the common part of the keys cancels. Numbers of 2**-28 of the largest in their strip, or less, lose bits.
 
 No atomics: every element has one program, and every sum one order. Blocks of the gradient that are all 0, as above the
-diagonal of a causal loss, are passed over where they lie before the first other block or after the last; there 0 times
+diagonal of a causal loss, are skipped where they lie before the first other block or after the last; there 0 times
 a NaN is 0.
 
 NVIDIA devices of capability 8 and above with Triton 3.6 or newer, and CPU tensors in the Triton interpreter.
@@ -37,7 +37,7 @@ _HEADS = 64
 """How many are added up one after the other: rounding grows with their number."""
 _PARTS = 8
 _SHARED, _SHARED_BEYOND_128 = 99 * 1024, 163 * 1024
-"""Bytes of shared memory that a device must offer: what capability 8.6 and 12.0, and what 8.0 have. A newer one may use more."""
+"""Bytes of shared memory that a device must offer: those of capability 8.6 and 12.0, and those of 8.0. A newer one may use more."""
 
 
 def takes(dim: int, device: torch.device) -> bool:
@@ -62,7 +62,7 @@ def scores(
 ) -> torch.Tensor:
     """Return the index scores: see `index_scores.scores`. q and k are bfloat16.
 
-    With bounds, starts and ends of (queries,), int32, what lies outside them need not be written.
+    With bounds, starts and ends of (queries,), int32, scores outside them need not be written.
     """
     q, k = _rows(q), _rows(k)
     queries, batch, heads, dim = q.shape

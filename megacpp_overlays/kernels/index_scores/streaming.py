@@ -1,9 +1,9 @@
 """Index scores in plain PyTorch, one head and some queries at a time: for the CPU, float32 and odd dtypes.
 
-Float32 arithmetic, as upstream's. Beside the results it holds the keys and their gradient in float32, some queries of a
+Float32 arithmetic, as upstream's. In addition to the results it holds the keys and their gradient in float32, some queries of a
 head, and at most three blocks of 4 Mi elements, 32 Mi on a GPU, (batch, rows, keys), or of one row if that is longer.
-Heads and blocks are added in one order, so a rerun gives the same bits; blocks of another size may not, for a product of
-other rows may be added up in another order.
+Heads and blocks are added in one order, so a rerun gives the same bits. Blocks of another size may give other bits, because a
+product of other rows may be added up in another order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 25
-"""Elements of one block: large enough for the products, small beside any score matrix worth streaming."""
+"""Elements of one block: large enough for the products, small compared with any score matrix worth streaming."""
 
 
 def scores(
@@ -23,7 +23,7 @@ def scores(
     use_relu: bool,
     within: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the index scores: see `index_scores.scores`. What lies outside of bounds is computed as well."""
+    """Return the index scores: see `index_scores.scores`. Scores outside the bounds are computed as well."""
     queries, batch, heads, _ = q.shape
     result = torch.zeros((batch, queries, k.size(0)), dtype=torch.float32, device=q.device)
     keys = k.permute(1, 2, 0).float()

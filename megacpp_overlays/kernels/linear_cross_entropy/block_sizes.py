@@ -1,7 +1,7 @@
-"""How the classes of a shard are cut into blocks of logits: one, several, in panels, or on two paths.
+"""Division of the classes of a shard into blocks of logits: one, several, in panels, or on two paths.
 
-Which it is depends on shapes, dtypes and the memory that was chosen, never on what tensors hold, so a graph that was
-captured computes as a call outside does.
+The choice depends on shapes, dtypes and the memory setting, never on the values of tensors, so a captured graph computes
+the same as a call outside of it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megacpp_overlays.kernels.masked_products.products import TileWave, availabl
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 _NUMBERS_OF_A_SELECTED_TOKEN = 64
-"""Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
+"""Bytes in addition to its hidden states: its place, its label, and the coefficients of the gradient of its logits."""
 _NARROWED = 0.75
 """The least share of the widest block that is given up for fuller waves."""
 _LOGITS, _SUM_BYTES, _OPERATIONS_OF_A_BYTE = 2, 8, 200
-"""Of a block: how often its logits are computed, what reading and writing a number of the hidden states' gradient takes, and
-how many operations of a product a device does in the time of a byte: 700 TFLOP/s and 3.5 TB/s.
+"""Of a block: how often its logits are computed, the bytes to read and write a number of the hidden states' gradient, and
+the operations of a product that a device does in the time of a byte: 700 TFLOP/s and 3.5 TB/s.
 """
 
 
@@ -54,14 +54,14 @@ def with_full_waves(widest: int, tokens: int, channels: int, wave: TileWave) -> 
         widest: classes of the widest block.
         tokens: rows of a block.
         channels: of the hidden states.
-        wave: what the device computes at one time.
+        wave: the tiles that the device computes at one time.
     """
     least = max(wave.columns, int(widest * _NARROWED))
     widths = range(widest // wave.columns * wave.columns, least - 1, -wave.columns)
 
     def cost_of_a_class(width: int) -> float:
-        # As many operations as the device does meanwhile, those of idle multiprocessors too, for each channel and token. What
-        # the gradient of the hidden states takes for a class is the same in every block, but for its sums.
+        # The operations that the device does meanwhile, those of idle multiprocessors too, for each channel and token. The cost
+        # of the hidden states' gradient for a class is the same in every block, except for its sums.
         logits = _LOGITS * wave.waves(tokens, width) / tokens
         of_weight = wave.waves(width, channels) / channels
         products = 2 * wave.rows * wave.columns * wave.tiles * (logits + of_weight)
@@ -136,14 +136,14 @@ def chosen_rows(
 
 
 def _beside_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
-    """Return what is beside one block, where nothing is added up but between ranks: one rank writes its result at once."""
+    """Return the bytes in addition to one block. Only sums between ranks need them: one rank writes its result directly."""
     return 0 if shard.is_whole else _beside(hidden, shard, memory)
 
 
 def _beside(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
-    """Return the bytes beside several blocks: of the gradient of the hidden states in float32 and of a copy of selected tokens.
+    """Return the bytes in addition to several blocks: the hidden states' gradient in float32 and a copy of selected tokens.
 
-    The finished gradient is only made after the last block is gone, and its memory counts as a result.
+    The finished gradient is only allocated after the last block is freed, and its memory counts as a result.
     """
     beside = _of_sums(hidden)
     if memory.may_skip and available(hidden.dtype, hidden, shard.weight):

@@ -1,7 +1,7 @@
 """A portable entry for Megatron's fused linear cross entropy: `forward` and `backward` as its dispatcher wants them.
 
 The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.entry` (Megatron-LM dev, 2026-02 to
-2026-08). What callers see:
+2026-08). It promises callers:
 
 - hidden states are (tokens, size) or (sequence, batch, size), labels (tokens,) or (sequence, batch), the weight
   (classes of this rank, size); contiguous. The three are on one CUDA device.
@@ -31,8 +31,8 @@ skipped, they have the highest logit 0 and, as their sum of exponentials, the nu
 anything. All ranks of a group must run the same
 entry, so a group may not mix GPU generations.
 
-`LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the classes that one block of logits has, as they do
-upstream; without them `memory` says what a pass takes. Logits are float32, as upstream's are; those
+`LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the number of classes of one block of logits, as they do
+upstream. Without them `memory` bounds the memory of a pass. Logits are float32, as upstream's are; those
 that are kept between the passes have the dtype of the hidden states.
 """
 
@@ -77,7 +77,7 @@ def forward(
     ignore_index: int = -100,
     sequence_parallel: bool = False,
 ) -> Forward:
-    """Return the loss and what the backward pass needs; see the module for shapes and dtypes.
+    """Return the loss and the values that the backward pass needs; see the module for shapes and dtypes.
 
     Raises:
         ValueError: a tensor is not on the one CUDA device, or has a wrong shape, dtype or layout; the reduction is
@@ -209,7 +209,7 @@ def _layer(weight: torch.Tensor) -> Layer:
 
 
 def _memory(direction: str) -> Memory:
-    """Return what holds for the process, with the blocks that upstream's variable asks for."""
+    """Return the process-wide choice of memory, with the blocks that upstream's variable asks for."""
     classes = int(os.environ.get(f"LCE_{direction}_VOCAB_SPLIT_SIZE", "0"))
     return replace(process_wide(), block_classes=max(classes, 0))
 
@@ -227,7 +227,7 @@ def _check_reduction(reduction: str) -> None:
 
 
 def _check_layout(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, gathered: int) -> None:
-    """Refuse what upstream's entry refuses, in words.
+    """Raise for the shapes, dtypes and strides that upstream's entry rejects, with a message.
 
     Raises:
         ValueError: names the shapes, dtypes or strides that do not fit.

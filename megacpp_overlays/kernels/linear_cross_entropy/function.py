@@ -1,8 +1,8 @@
 """Linear cross entropy without the logits: an output layer and its loss in one step, right for every mask.
 
-What arrives at a loss that is kept per token differs from token to token, so it has to be applied to the gradient of
-the logits, before the products that sum over tokens. The backward pass does that, on logits that it computes again, a
-block of classes at a time; or on those of the forward pass, where there is room to keep them. See
+With a loss per token the incoming gradient differs from token to token, so it has to be applied to the gradient of
+the logits, before the products that sum over tokens. The backward pass does that on logits that it computes again, a
+block of classes at a time, or on those of the forward pass, where there is room to keep them. See
 `memory` for that choice, and `reference` for the definition of the loss.
 
 CUDA devices compute with cuBLAS and Triton, all others in plain PyTorch. After one look at labels and masks in the first
@@ -79,7 +79,7 @@ def linear_cross_entropy(
         group: tensor-parallel group over which the classes are spread. All of its ranks get the same losses.
         sequence_parallel: `hidden` is this rank's share of the first dimension.
         main_grad: (classes, hidden size), float32; the weight gradient is added to it, and `weight` gets none.
-        memory: what it may take; None means what the environment chose for the process.
+        memory: the memory that it may take; None means the choice that the environment made for the process.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together; the reduction is none of the three.
@@ -169,7 +169,7 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 def mean_divisor(labels: torch.Tensor, layer: Layer, terms: Terms, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a mean divides by: the number of tokens that are not ignored, or the sum of their class weights."""
+    """Return the divisor of a mean: the number of tokens that are not ignored, or the sum of their class weights."""
     if layer.class_weight is None:
         return (labels != terms.ignore_index).sum()
     return own_class_weight(labels, layer.class_weight, terms.ignore_index).sum(dtype=dtype)

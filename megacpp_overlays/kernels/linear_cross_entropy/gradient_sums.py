@@ -13,7 +13,7 @@ from megacpp_overlays.kernels.masked_products.products import PanelProducts, Pro
 
 
 class PanelSums(NamedTuple):
-    """What adds the gradients of one group of panels to the sums."""
+    """Functions that add the gradients of one group of panels to the sums."""
 
     bias: Callable[[int], None]
     weight: Callable[[int], None]
@@ -66,9 +66,9 @@ class GradientSums:
     def of_panels(
         self, path: PanelPath, products: PanelProducts, gradient: torch.Tensor, weight: torch.Tensor, *, begun: bool
     ) -> PanelSums:
-        """Return what adds one group of panels, of the shard's first classes; the first group comes first.
+        """Return the functions that add one group of panels, of the shard's first classes; the first group comes first.
 
-        Without `begun` it writes the gradient of the hidden states, to where it is if there is one.
+        Without `begun` the first group writes the gradient of the hidden states, into its tensor if there is one already.
         """
         classes, found = slice(0, products.panels.classes), PanelSums(_nothing, _nothing, _nothing)
         if self.of_bias is not None:
@@ -92,7 +92,7 @@ class GradientSums:
 
 
 def _nothing(_group: int) -> None:
-    """Add what is not wanted."""
+    """Do nothing: this gradient is not wanted."""
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:

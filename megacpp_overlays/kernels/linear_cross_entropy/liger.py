@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Forward, Layer, Terms
 
 METRICS = ("return_token_accuracy", "return_predicted_tokens")
-"""Outputs beside the losses that upstream's forward pass can be asked for."""
+"""Outputs in addition to the losses that upstream's forward pass can be asked for."""
 _TENSORS = ("_input", "weight", "target", "bias", "ce_weight")
 _TERMS = {
     "ignore_index": "ignore_index",
@@ -30,7 +30,7 @@ _TERMS = {
 
 
 class Call(NamedTuple):
-    """What the passes of the kernel take."""
+    """Arguments of the passes of the kernel."""
 
     rows: torch.Tensor
     """(tokens, hidden size), in the dtype that upstream's product has here."""

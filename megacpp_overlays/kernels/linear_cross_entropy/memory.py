@@ -1,56 +1,56 @@
-"""How much memory the fused linear cross entropy may take, and what it does with it.
+"""Memory of the fused linear cross entropy: how much it may take, and how that is used.
 
-Three variables, `LINEAR_CE_*` in `megacpp_overlays.variables`: extra memory of a backward pass, what becomes of the logits
-between the passes, and what becomes of tokens without a label or a gradient. They are read and checked when the package
-is imported, so that every step of a run computes in the same way, and ranks compare them.
+Three variables, `LINEAR_CE_*` in `megacpp_overlays.variables`: the extra memory of a backward pass, the treatment of the
+logits between the passes, and the treatment of tokens without a label or a gradient. They are read and checked when the
+package is imported, so that every step of a run computes in the same way, and ranks compare them.
 
 `recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
 pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
 for 2 bytes a token and class in half precision. `auto` keeps them if, at the first call of the process
-on a CUDA device that is not being captured, there is room for them twice; what it finds holds for every later call.
+on a CUDA device that is not being captured, there is room for them twice; this decision holds for every later call.
 
 The gradient of the hidden states in float32 counts, and so does a copy of a block's weight where autocast wants another
 dtype. Under sequence parallelism the gathered hidden states, and their float32 gradient, come on top.
 
 `skip` leaves tokens out of the products: in a forward pass those whose label is `ignore_index`, in a backward pass those
-without a gradient, which are the same ones and those that a mask takes out. It is for half precision on compute
-capability 9 with Triton 3.6, and for the CPU; elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping
-that is the same for any number of tokens costs 2 to 9% on an H200, so `auto` skips only if at most three quarters of the tokens have a gradient,
-and in forward passes only if at most three quarters have a label. It counts both in the first backward pass of 256 tokens
-or more that is not being captured, the one place here that waits for the device, and what it finds holds for every later
-call. So the first forward pass computes all tokens, and so does a process that never has a backward pass. Until then
-blocks are cut for either way, so the last bits of a first step may not be those of the same step later. Name the way where
-that matters, where a first batch, or the one that warms up a graph, is no typical one, and where ranks of different data
-must not choose differently.
+without a gradient, which are the same ones and those that a mask takes out. It works for half precision on compute
+capability 9 with Triton 3.6, and on the CPU; elsewhere all tokens are computed, as with `compute`. Where no token is masked,
+skipping with launches that are the same for any number of tokens costs 2 to 9% on an H200. So `auto` skips only if at most three
+quarters of the tokens have a gradient, and in forward passes only if at most three quarters have a label. It counts both in the
+first backward pass of 256 tokens or more that is not being captured. That is the one place here that waits for the device, and
+the decision holds for every later call. So the first forward pass computes all tokens, and so does a process that never has a
+backward pass. Until then blocks are cut so that both ways fit, so the last bits of a first step may differ from those of the
+same step later. Set `skip` or `compute` where that matters, where a first batch, or the one that warms up a graph, is not
+typical, and where ranks of different data must choose the same.
 
 Hidden states of skipped tokens are not read, so they need not be finite. For `compute` they have to be: one that is not
 may or may not spread.
 
 Skipping copies the hidden states of the tokens that are not skipped, into room for all of them, which is counted as a part
-of the memory beside several blocks. Where that leaves less than a sixteenth for a block, products take the rows from where
-they are, which on an H200 takes 1.1 to 1.5 times as long as cuBLAS for logits and 2.0 to 2.7 times for the gradient of
+of the memory next to several blocks. Where that leaves less than a sixteenth for a block, products read the rows in their
+original places, which on an H200 takes 1.1 to 1.5 times as long as cuBLAS for logits and 2.0 to 2.7 times for the gradient of
 weights.
 
-Told to `skip`, one rank launches its products twice where a copy makes blocks narrower: over all tokens, which are read from
-where they are in blocks as wide as without a copy, and over a copy of some. The device makes one of the two empty
-(`two_paths`): where no token is masked that of a copy, else that of all. Both share one memory, that of the larger, so what
-stays from a forward pass is as much as it would be without a copy. If all tokens have a label and not all a gradient, the
-logits that stayed are computed again. On an H200 launches that find nothing to do take 0.4 to 1.7 ms of a step of 52 to 97.
+With `skip`, one rank launches its products twice where a copy makes blocks narrower: over all tokens, which are read in their
+original places in blocks as wide as without a copy, and over a copy of some. The device makes one of the two empty
+(`two_paths`): where no token is masked that of a copy, else that of all. Both share one memory, that of the larger, so the
+logits that stay from a forward pass are as many as without a copy. If all tokens have a label and not all a gradient, the
+logits that stayed are computed again. On an H200 empty launches take 0.4 to 1.7 ms of a step of 52 to 97.
 
 Where at most half of the tokens are not skipped, a block of logits, which has room for all, holds those of several blocks,
 as many as find room, so products are larger and more of the logits stay from the forward pass. The device chooses how many
-(`masked_products.panels`), and launches for blocks that are not needed find nothing to do. Blocks of a multiple of 256
+(`masked_products.panels`), and launches for blocks that are not needed do nothing. Blocks of a multiple of 256
 classes can do that, where the weight has the dtype of the hidden states.
 
 Where there is one block, or all logits are kept, the gradient takes the place of the copy in a backward pass, and
 goes to its own place when the logits are gone; the copy of a forward pass is there when no gradient is yet. Under autocast
 a rounded copy of all hidden states comes on top.
 
-The memory cannot be kept where the gradient of the hidden states in float32 takes more by itself, 4 bytes for each number of
-them: 256 MiB are 8192 tokens of size 8192. Half of that is beside the blocks, and all of it is there when the result is
-made of it.
+The limit cannot be kept where the gradient of the hidden states in float32 takes more by itself, 4 bytes for each number of
+them: 256 MiB are 8192 tokens of size 8192. Half of that is allocated together with the blocks, and all of it while the result
+is made from it.
 
-What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
+Logits that stay from a forward pass stay until its backward pass. Several losses that wait for one backward pass, such as
 those of heads that predict further tokens, each hold a block.
 """
 
@@ -77,7 +77,7 @@ _TELLING = 256
 _LEAST_SHARE, _SHARE_BEYOND = 16, 4
 """Of the memory, one part of so many is enough for a block; where even that is not left, a block gets the other one."""
 _COPY_SHARE = 16
-"""Selected hidden states are copied if one part of so many is left for a block beside them."""
+"""Selected hidden states are copied if one part of so many is left for a block in addition to them."""
 _NARROWEST = 256
 """Classes of a block, however many tokens there are: narrower products leave the device idle."""
 _FIRST_CLASS_OF_A_ROW = 64
@@ -85,7 +85,7 @@ _FIRST_CLASS_OF_A_ROW = 64
 
 
 class Logits(str, enum.Enum):
-    """What becomes of the logits between the passes."""
+    """Treatment of the logits between the passes."""
 
     RECOMPUTE = "recompute"
     KEEP = "keep"
@@ -93,7 +93,7 @@ class Logits(str, enum.Enum):
 
 
 class Masked(str, enum.Enum):
-    """What becomes of tokens without a label in a forward pass, and without a gradient in a backward pass."""
+    """Treatment of tokens without a label in a forward pass, and without a gradient in a backward pass."""
 
     AUTO = "auto"
     COMPUTE = "compute"
@@ -105,7 +105,7 @@ _Word = TypeVar("_Word", Logits, Masked)
 
 @dataclass(slots=True)
 class Settled:
-    """What `auto` came to."""
+    """Decisions of `auto`."""
 
     skips: bool | None = None
     """Whether backward passes skip tokens without a gradient; None before the first of them."""
@@ -125,7 +125,7 @@ class Memory:
         block_classes: classes that share one block of logits, whatever it takes; 0 leaves that to `extra_mib`.
         masked: a `Masked` or its name.
         panels: blocks that may share the memory of one where few tokens are not skipped; 0 means as many as have room.
-        settled: what `auto` found of the masks, for this choice and all that `dataclasses.replace` makes of it.
+        settled: the decision of `auto` on masks, shared by this choice and all that `dataclasses.replace` makes of it.
 
     Raises:
         ValueError: the number is not positive, or the name is unknown.
@@ -151,14 +151,14 @@ class Memory:
         """Return whether all logits together are no more than a block may take: then there is one block.
 
         Args:
-            bytes_of_a_class: what a column of the logits takes.
+            bytes_of_a_class: the bytes of a column of the logits.
             classes: columns of the logits.
-            taken: bytes that something else takes beside one block of all classes.
+            taken: bytes taken by other tensors next to one block of all classes.
         """
         return not self.block_classes and padded(classes) * bytes_of_a_class + taken <= self.extra_mib * _MIB
 
     def leaves_room(self, taken: int) -> bool:
-        """Return whether enough is left for a block of logits beside so many bytes."""
+        """Return whether enough memory is left for a block of logits after so many bytes."""
         budget = self.extra_mib * _MIB
         return bool(self.block_classes) or (budget - taken) * _COPY_SHARE >= budget
 
@@ -233,10 +233,10 @@ class Memory:
         """Return how many classes share one block of logits.
 
         Args:
-            bytes_of_a_class: what a column of a block takes.
-            taken: bytes that something else takes meanwhile, where there is more than one block.
+            bytes_of_a_class: the bytes of a column of a block.
+            taken: bytes taken by other tensors meanwhile, where there is more than one block.
             classes: of the whole shard; blocks are as equal as can be.
-            taken_by_one: bytes that something else takes where there is one block.
+            taken_by_one: bytes taken by other tensors where there is one block.
         """
         if self.block_classes:
             return min(self.block_classes, max(classes, 1))

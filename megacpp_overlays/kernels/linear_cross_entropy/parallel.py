@@ -1,8 +1,8 @@
-"""The two passes of a linear cross entropy over all shards of a vocabulary: what the ranks tell one another.
+"""The two passes of a linear cross entropy over all shards of a vocabulary, with their communication between ranks.
 
 Rank r of a tensor-parallel group of R holds classes r * n to (r + 1) * n. Every rank has the labels of all tokens, and
-comes to the same losses; so all ranks skip the same tokens, without a word about them. Between the ranks go, in the
-forward pass, two or three numbers a token; in the backward pass the gradient of the hidden states, in float32, beside the
+computes the same losses; so all ranks skip the same tokens, without communication about them. In the forward pass the ranks
+exchange two or three numbers a token; in the backward pass the gradient of the hidden states, in float32, during the
 last product of the weight gradient. With sequence parallelism a rank holds one share of the tokens: hidden states are
 gathered first, and their gradient is scattered.
 """
@@ -37,7 +37,7 @@ class Group:
 
     @classmethod
     def of(cls, handle: distributed.ProcessGroup | None, *, sequence_parallel: bool = False) -> Group:
-        """Return what torch says of a group; None stands for this process alone."""
+        """Return the description of torch's process group; None means this process alone."""
         if handle is None:
             return cls()
         return cls(handle, distributed.get_rank(handle), distributed.get_world_size(handle), sequence_parallel)
@@ -79,7 +79,7 @@ class Layer:
     """Of a block of logits; None means that of the hidden states."""
 
     def shard(self, terms: Terms, group: Group, dtype: torch.dtype) -> Shard:
-        """Return what the passes over this rank's classes take."""
+        """Return the part of the layer that the passes over this rank's classes take."""
         first = group.rank * self.weight.shape[0]
         spread = self.class_weight if terms.smoothing else None
         return Shard(
@@ -95,7 +95,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a forward pass found."""
+    """Results of a forward pass."""
 
     losses: torch.Tensor
     """(tokens,), float32 (float64 for float64); the z-loss included, 0 where ignored."""
@@ -105,7 +105,7 @@ class Forward:
     """Over the whole vocabulary. A token that was skipped has the highest logit 0, and as its sum of exponentials the
     number of ranks."""
     kept: Kept | None
-    """Logits of this shard: all of them, or the last block; None where nobody will come back for them."""
+    """Logits of this shard: all of them, or the last block; None where no backward pass will use them."""
 
 
 def as_labels(target: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def forward_pass(
     *,
     comes_back: bool = True,
 ) -> Forward:
-    """Return the losses, and what the backward pass needs.
+    """Return the losses, and the values that the backward pass needs.
 
     Args:
         hidden: those of all tokens, (tokens, hidden size), contiguous.
@@ -154,7 +154,7 @@ def forward_pass(
         layer: the output layer.
         terms: the definition of the loss.
         group: who holds the other shards.
-        memory: what a block of logits may take, and whether all of them are kept.
+        memory: the limit of a block of logits, and whether all of them are kept.
         comes_back: whether there will be a backward pass.
     """
     shard = layer.shard(terms, group, hidden.dtype)
@@ -162,7 +162,7 @@ def forward_pass(
     if memory.skips_labels and available(hidden.dtype, hidden, shard.weight):
         selection = select(labels != terms.ignore_index)
     if not comes_back:
-        # Nothing is added up, and in half precision a copy of selected tokens takes what a sum takes beside its result.
+        # There are no sums here. In half precision a copy of selected tokens takes as much as a sum in addition to its result.
         memory = replace(memory, masked=Masked.COMPUTE)
     keep = _kept_dtype(hidden, shard, memory) if comes_back else None
     found, block = shard_statistics(
@@ -215,7 +215,7 @@ def backward_pass(
         gradient: that of each token's loss, (tokens,), floating.
         hidden: as in `forward_pass`, as is all else.
         statistics: of the forward pass.
-        wanted: which gradients; `hidden_dtype` is what the caller gets.
+        wanted: which gradients; `hidden_dtype` is the dtype that the caller gets.
         kept: logits of the forward pass, which are overwritten. None computes all of them again.
     """
     shard = layer.shard(terms, group, hidden.dtype)
@@ -223,11 +223,11 @@ def backward_pass(
     selection = _selection(hidden, labels, shard, coefficients, terms, memory, wanted)
     if kept is not None:
         kept.bring_first(selection)
-    # What several ranks add up stays in float32 until it is whole.
+    # A gradient that several ranks add up stays in float32 until it is whole.
     here = replace(wanted, hidden_dtype=statistics.maximum.dtype) if group.ranks > 1 else wanted
     put_back: Callable[[torch.Tensor], torch.Tensor] | None = None
     if selection is not None:
-        # What waits for other ranks needs its place while a block is there still; a result needs it afterwards.
+        # A gradient that is reduced over ranks needs its memory while a block is still allocated; a result needs it afterwards.
         put_back = functools.partial(selection.put_back, dtype=here.hidden_dtype, in_place=group.ranks > 1)
     reduction = _Reduction(group, put_back)
     found = shard_gradients(
@@ -292,7 +292,7 @@ def _coefficients(
     if terms.token_scaling:
         scale = torch.where(alive, scale * torch.exp(statistics.label_logit - lse), 0.0)
     hard, soft, spread = _shares(labels, layer, terms, group, lse)
-    # Not by a zero scale: what the logits of padding sum up to may be infinite.
+    # Not multiplied by a zero scale: the sums over the logits of padding may be infinite.
     live = scale != 0
     return Coefficients(
         lse,
@@ -330,7 +330,7 @@ class _Reduction:
     """The sum over ranks of the hidden states' gradient, under way while the last product runs."""
 
     def __init__(self, group: Group, put_back: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Reduce over a group what `put_back` makes of a gradient."""
+        """Reduce over a group the gradient that `put_back` returns."""
         self._group, self._put_back = group, put_back
         self._wait: Callable[[], object] = lambda: None
         self._whole: torch.Tensor | None = None
@@ -338,7 +338,7 @@ class _Reduction:
 
     @property
     def hook(self) -> Callable[[torch.Tensor], None] | None:
-        """What to call before the last product; None where one rank has nothing to wait for."""
+        """The function to call before the last product; None where one rank has nothing to wait for."""
         return self._start if self._group.ranks > 1 else None
 
     def _start(self, gradient: torch.Tensor) -> None:
@@ -359,7 +359,7 @@ class _Reduction:
         """Return this rank's share of the sum.
 
         Args:
-            gradient: what `hook` got, if there was one.
+            gradient: the argument of `hook`, if there was one.
         """
         if self._whole is None:
             self._start(gradient)

@@ -1,6 +1,6 @@
 """Products of two matrices of one dtype, summed in float32 and written where and in the dtype that is asked for.
 
-cuBLAS can write float32 from half precision, and can add to what is there. Torch says so since 2.8, on CUDA; elsewhere
+cuBLAS can write float32 from half precision, and can add to the present values. Torch offers that since 2.8, on CUDA; elsewhere
 the factors are widened, which is as exact and slower.
 """
 

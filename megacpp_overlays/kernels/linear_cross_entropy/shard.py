@@ -1,4 +1,4 @@
-"""The part of an output layer that one rank holds, which gradients are wanted of it, and what waits between its passes."""
+"""The part of an output layer that one rank holds, the gradients wanted of it, and the logits kept between its passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's part of an output layer, and what belongs to its classes."""
+    """One rank's part of an output layer: the parameters of its classes."""
 
     weight: torch.Tensor
     """(classes of this shard, hidden size), any strides."""
@@ -37,7 +37,7 @@ class Shard:
         return int(self.weight.shape[0])
 
     def bytes_of_a_class(self, hidden: torch.Tensor) -> int:
-        """Return what one more class in a block takes: its logits, and its weight where the product wants a copy."""
+        """Return the bytes of one more class in a block: its logits, and its weight where the product wants a copy."""
         copy = hidden.shape[1] * hidden.element_size() if self.weight.dtype != hidden.dtype else 0
         return int(hidden.shape[0] * self.logits_dtype.itemsize + copy)
 
@@ -62,7 +62,7 @@ class Wanted:
 
 
 class ShardGradients(NamedTuple):
-    """What a backward pass gives; None where it is not wanted."""
+    """Gradients of a backward pass; None where one is not wanted."""
 
     of_hidden: torch.Tensor | None
     """(tokens, hidden size), in the dtype asked for or, added up from several blocks, in the one of the sum; with a

@@ -54,16 +54,16 @@ def shard_statistics(
     keep: torch.dtype | None = None,
     selection: Selection | None = None,
 ) -> tuple[Statistics, Kept]:
-    """Return what the loss needs to know of this shard's logits, and the last block of them, which is in memory anyway.
+    """Return the statistics of this shard's logits for the loss, and the last block of them, which is in memory anyway.
 
     Args:
         hidden: (tokens, hidden size), contiguous.
         labels: (tokens,), integer, contiguous; over the whole vocabulary.
         shard: the output layer.
-        memory: what a block may take.
+        memory: the limit of a block.
         spread: whether label smoothing asks for the sum of all logits.
         keep: dtype in which all logits are one block. None cuts them as the backward pass does.
-        selection: the tokens whose logits are computed; see `vocabulary_softmax.passes` for what the others get.
+        selection: the tokens whose logits are computed; see `vocabulary_softmax.passes` for the numbers of the others.
     """
     tokens = hidden.shape[0]
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -115,14 +115,14 @@ def shard_gradients(
         hidden: (tokens, hidden size), contiguous.
         labels: (tokens,), integer, contiguous; over the whole vocabulary.
         shard: the output layer.
-        coefficients: what the passes over all shards came to.
-        memory: what the gradient of the hidden states and a block may take together.
+        coefficients: the results of the passes over all shards.
+        memory: the limit of the gradient of the hidden states and a block together.
         wanted: which gradients.
         kept: logits of the forward pass, which are overwritten; of the same selection. The others are computed again;
             without it, all are.
         selection: the tokens that have a gradient; None computes all.
         when_hidden_is_done: called with the gradient of the hidden states as soon as it is complete, before the
-            last product, so that communication can run beside that.
+            last product, so that communication can run at the same time.
     """
     block, panels = kept.take() if kept else None, None
     both = kept.paths if kept and block is not None else None
@@ -151,7 +151,7 @@ def shard_gradients(
     if selection is not None:
         hidden, order = chosen_rows(hidden, selection, shard, memory)
         copied = order is None
-    # In half precision a copy of the hidden states that nobody needs any more has room for their gradient.
+    # In half precision a copy of the hidden states that is no longer needed has room for their gradient.
     overwrite = copied and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
     sums = GradientSums(
         hidden, shard, wanted, products, order=order, one_block=len(todo) == 1 and panels is None, overwrite=overwrite
@@ -246,11 +246,11 @@ def _add_panel_gradients(
 
     Args:
         path: the panels.
-        labels: as in `shard_gradients`, as is all that is not named here.
+        labels: as in `shard_gradients`, like all other arguments that are not described here.
         shard: whose first classes the panels are.
         coefficients: of all tokens.
-        sums: what was found of other classes, if anything.
-        begun: whether something of the hidden states' gradient was.
+        sums: the gradients of other classes so far, if any.
+        begun: whether the sums hold a part of the hidden states' gradient.
         when_hidden_is_done: called before the last product.
     """
     panels, selection, block = path.panels, path.selection, path.block

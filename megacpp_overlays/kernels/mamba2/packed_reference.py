@@ -4,7 +4,7 @@ Both are written out for each pair of tokens that can see each other, so that no
 by construction. Quadratic in the tokens, in the dtype of the inputs (float64 for truth). Symbols: B batch, S tokens,
 H heads, P channels of a head, G groups, N size of the state, W width of the convolution.
 
-Without causal-conv1d, which is compiled against a GPU, `provide_causal_conv1d` gives what mamba-ssm's fused scan calls of it.
+Without causal-conv1d, which is compiled against a GPU, `provide_causal_conv1d` gives the functions that mamba-ssm's fused scan calls.
 
 Source: arguments and layout of `mamba_split_conv1d_scan_combined` in mamba-ssm 2.3.2.post1, mamba_ssm/ops/triton/
 ssd_combined.py, and of `causal_conv1d.cpp_functions` as it is called there.
@@ -48,7 +48,7 @@ def scan(
     conv1d_weight: torch.Tensor,
     conv1d_bias: torch.Tensor,
     dt_bias: torch.Tensor,
-    A: torch.Tensor,  # the names of the kernel that this stands for
+    A: torch.Tensor,  # the names of the kernel that this replaces
     D: torch.Tensor,
     chunk_size: int = 0,
     *,
@@ -57,7 +57,7 @@ def scan(
     seq_idx: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return what `mamba_split_conv1d_scan_combined` does without a norm: convolve, scan, gate; (B, S, H * P).
+    """Return the result of `mamba_split_conv1d_scan_combined` without a norm: convolution, scan, gate; (B, S, H * P).
 
     Args:
         zxbcdt: gate, values, both projections of the state, and steps, (B, S, 2 * H * P + 2 * G * N + H).
@@ -65,9 +65,9 @@ def scan(
         conv1d_bias: (H * P + 2 * G * N,).
         dt_bias: (H,).
         A: rates, negative, (H,).
-        D: what of a value passes by the state, (H,) or (H, P).
-        chunk_size: of no account here.
-        headdim: P, where `D` does not say it.
+        D: factor of the value that bypasses the state, (H,) or (H, P).
+        chunk_size: ignored.
+        headdim: P, where the shape of `D` does not contain it.
         ngroups: G.
         seq_idx: the document of each token, (B, S), or None for one document.
     """
@@ -94,7 +94,7 @@ def scan(
 def provide_causal_conv1d() -> bool:
     """Let `causal_conv1d` be imported where it is not installed; return whether this had to be done.
 
-    Only what mamba-ssm's fused scan calls works: forward and backward with SiLU and without states of earlier calls.
+    Only the functions that mamba-ssm's fused scan calls work: forward and backward with SiLU and without states of earlier calls.
     """
     if importlib.util.find_spec("causal_conv1d") is not None:
         return False

@@ -8,8 +8,8 @@ import torch
 def sum_groups(per_head: torch.Tensor, groups: int) -> torch.Tensor:
     """Return the sums over contiguous blocks of heads // groups heads.
 
-    `Tensor.sum` adds up half precision in float32 and rounds once, in the same order on every run, so this is what
-    upstream's sum over all heads is for one group.
+    `Tensor.sum` adds up half precision in float32 and rounds once, in the same order on every run. So for one group the result
+    equals upstream's sum over all heads.
 
     Args:
         per_head: (batch, sequence, rank, heads, dim), floating.

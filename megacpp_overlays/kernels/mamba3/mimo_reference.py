@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 
 class Inputs(NamedTuple):
-    """What a layer computes with, between its projections."""
+    """Inputs of a layer's scan, between its projections."""
 
     q: torch.Tensor
     """(B, S, R, G, N)."""
@@ -120,15 +120,15 @@ def _rotated(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([cos * first - sin * second, first_kept, sin * first + cos * second, second_kept], dim=-1)
 
 
-# What takes the place of upstream's kernels where there is no GPU
+# Replacements of upstream's kernels where there is no GPU
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """Return names of the two backward modules of mamba-ssm 2.3.2.post1 with what computes the same in PyTorch.
+    """Return names of the two backward modules of mamba-ssm 2.3.2.post1, with functions that compute the same in PyTorch.
 
     The kernels take tensors on any device in any floating dtype, compute in float64, and write gradients for each head,
-    as upstream's do. What upstream's argument `dA_cs` gets is read as the log decay itself, and its gradient is the
-    whole one of that; the Triton helpers only hand on what the second kernel wrote.
+    as upstream's do. The argument for upstream's `dA_cs` is read as the log decay itself, and its gradient is the
+    whole gradient of the log decay. The Triton helpers only return the numbers that the second kernel wrote.
     """
     found: dict[str, Callable[..., Any]] = {
         "mamba_mimo_bwd_fwd": lambda *_: _forward_part,
@@ -163,7 +163,7 @@ def _backward_part(*tensors: Any) -> None:
 
 
 def _write(target: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
-    """Write where a kernel would; of what has no batch, the host sums (B, H, ...) or (B, H, sequences, ...)."""
+    """Write a gradient where the kernel would. Of one without a batch, the host sums (B, H, ...) or (B, H, sequences, ...)."""
     if target is None or gradient is None:
         return
     if target.shape != gradient.shape:

@@ -39,7 +39,7 @@ def _write(out, row, column, total, ADD: tl.constexpr, THERE: tl.constexpr, ROWS
 def _write_half(
     out, row, column, total, ADD: tl.constexpr, THERE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # In parts: a whole tile in float32 has no room in shared memory beside what is read ahead.
+    # In parts: shared memory has no room for a whole tile in float32 and the tiles that are read ahead.
     left, right = _halves(total, ROWS, COLUMNS)
     _write_part(out, row, column, left, ADD, THERE)
     _write_part(out, row, column + COLUMNS // 2, right, ADD, THERE)
@@ -54,7 +54,7 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _write_part(out, row, column, part, ADD: tl.constexpr, THERE: tl.constexpr):
     if THERE:
-        # By the copy engine, so that no warp waits for what is there. One program writes a tile: the order is one.
+        # By the copy engine, so that no warp waits for the present values. One program writes a tile: there is one order.
         out.atomic_add([row, column], part)
     else:
         if ADD:
@@ -97,7 +97,7 @@ def of_rows(
     TRANSPOSED: tl.constexpr, ADD: tl.constexpr, THERE: tl.constexpr, DEEP: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of `left @ right` that count, or add them to what is there."""
+    """Write the rows of `left @ right` that count, or add them to the present values."""
     wait_for_what_is_ahead(EARLY)
     first, here, height = panel_group(planned_rows, rows, panels, group_limit, group, _ROW_ALIGNMENT)
     start = first * width
@@ -171,7 +171,7 @@ def over_rows(
     ADD: tl.constexpr, THERE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write `left.t() @ right` over the rows that count, or add it to what is there."""
+    """Write `left.t() @ right` over the rows that count, or add it to the present values."""
     wait_for_what_is_ahead(EARLY)
     start, per_panel, apart, tiles_of_rows, counted = _group_of_weight(
         count, planned_rows, rows, width, panels, group_limit, group, height, ROWS
@@ -198,8 +198,8 @@ def over_rows(
         _write_half(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS // 2)
 
 
-# Rows that are chosen have no descriptor on Hopper. `depth` and `across` are those of all calls of a model, and what divides
-# them says how much a thread may read at once.
+# Chosen rows have no descriptor on Hopper. `depth` and `across` are the same in all calls of a model, and their divisors
+# determine how much a thread may read at once.
 @triton.jit(do_not_specialize=["columns", "programs", "rows", "width", "panels", "group_limit", "group"])
 def of_chosen_rows(
     left, stride, order, right, out, count, columns, depth, programs, planned_rows, rows, width, panels, group_limit, group,
@@ -219,7 +219,7 @@ def of_chosen_rows(
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
         row, column = tile_row * ROWS, start + tile_column * COLUMNS
         at = row + tl.arange(0, ROWS)
-        source = tl.load(order + at, mask=at < counted, other=0)  # what row 0 gives after the last one is not read
+        source = tl.load(order + at, mask=at < counted, other=0)  # the results of row 0 after the last one are not read
         begin = left + source[:, None] * stride + tl.arange(0, DEPTH)[None, :]
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):

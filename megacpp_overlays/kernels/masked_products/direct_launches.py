@@ -1,8 +1,8 @@
-"""Launches of a compiled Triton program without what Triton does for each: a driver takes 3 microseconds, Triton 20.
+"""Launches of a compiled Triton program without Triton's work for each launch: a driver takes 3 microseconds, Triton 20.
 
-Triton 3.6 encodes every tensor descriptor again, asks the driver about every pointer, and calls the hooks of profilers that
-are not there. Here descriptors and pointers are made into what Triton's launcher takes once. That launcher is Triton's own, so
-what a program gets is, too; where it is not made as that of 3.6, or somebody listens, Triton launches.
+Triton 3.6 encodes every tensor descriptor again, asks the driver about every pointer, and calls the hooks of profilers even
+if there are none. Here descriptors and pointers are converted to the arguments of Triton's launcher once. The launcher is
+Triton's own, so the program gets the same arguments. If it is not built like the one of 3.6, or a hook is set, Triton launches.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ except ImportError:  # an older one
     driver = None
 
 _LAYOUT = "iiiKKppOOOOOO"
-"""Of what the launcher takes before the arguments: grid, stream, function, two flags, two pieces of memory, what the program
-needs, and three things for hooks.
+"""Of the launcher's parameters before the arguments: grid, stream, function, two flags, two pieces of memory, the program's
+metadata, and three objects for hooks.
 """
 _STREAM = 3
 _EXPANDS = ("launcher", "tensordesc_indices", "tensordesc_meta")
-"""What the function around the launcher of a program with descriptors refers to."""
+"""Free variables of the function around the launcher of a program with descriptors."""
 
 
 def directly(compiled: Any, grid: tuple[int, int, int], values: list[Any], place: int) -> Callable[[int], None]:
-    """Return what launches a program with another number each time; the arguments have to stay until it was.
+    """Return a function that launches a program with a new number each time; its arguments have to live until the last launch.
 
     Args:
         compiled: a program of Triton.
@@ -60,7 +60,7 @@ def directly(compiled: Any, grid: tuple[int, int, int], values: list[Any], place
 def _all_arguments(
     compiled: Any, grid: tuple[int, int, int], values: list[Any], place: int
 ) -> tuple[Callable[..., None], list[Any], int] | None:
-    """Return Triton's launcher, what it takes, and where the number is there; None where it is made in another way."""
+    """Return Triton's launcher, its arguments, and the index of the number in them; None if the launcher is built differently."""
     if getattr(driver, "_BASE_ARGS_FORMAT", None) != _LAYOUT or _somebody_listens():
         return None
     run = compiled.run

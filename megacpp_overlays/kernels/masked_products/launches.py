@@ -19,8 +19,8 @@ class Launches:
     tensors and the driver where they are. Blocks of logits of which few rows count leave a device idle while its host does.
 
     On compute capability 9 and above the device begins such a program, if asked to, while the one ahead of it ends (programmatic
-    dependent launch), so those that find nothing to do cost little. Each waits for all memory of what is ahead before it
-    touches any.
+    dependent launch), so empty ones cost little. Each waits for all memory operations of the programs ahead before it
+    touches any memory.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Launches:
         """Prepare launches.
 
         Args:
-            kernel: a program, or what stands for it in the interpreter.
+            kernel: a program, or its replacement in the interpreter.
             grid: how many of it run.
             numbered: the parameter that differs. The program must not be specialised for it.
             arguments: all others by name.
             device: of the arguments, and the current one at every launch.
-            early: whether it may begin while what is ahead ends, where the device can do that. The first statement of such a
-                program is `launches_triton.wait_for_what_is_ahead`, told by one more parameter, `EARLY`.
+            early: whether it may begin while the program ahead ends, where the device can do that. The first statement of such
+                a program is `launches_triton.wait_for_what_is_ahead`, whose argument is one more parameter, `EARLY`.
             options: for the compiler.
         """
         self._kernel, self._grid = kernel, (*grid, 1)

@@ -1,4 +1,4 @@
-"""What a program does that may begin before the one ahead of it has ended; see `launches`."""
+"""The wait of a program that may begin before the one ahead of it has ended; see `launches`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CAN_BE_EARLY = hasattr(cuda, "gdc_wait")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait_for_what_is_ahead(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until the program ahead has ended and all see what it wrote.
+    """Wait until the program ahead has ended and its writes are visible to all.
 
-    That one has waited in the same way, or began after everything, so nothing that is further ahead is left either. The next
-    one is not let in before this one ends: measured, steps take up to 2% longer with programs that are resident beside it.
+    That program has waited in the same way, or began after everything, so no program further ahead is left either. The next
+    program may not begin before this one ends: measured, steps take up to 2% longer if another program is resident meanwhile.
     """
     if EARLY:
         cuda.gdc_wait()

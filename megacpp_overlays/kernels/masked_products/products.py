@@ -48,7 +48,7 @@ def available(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
 
 
 class TileWave(NamedTuple):
-    """What a device computes at one time of a product that ends after some rows."""
+    """The tiles that a device computes at one time of a product that ends after some rows."""
 
     rows: int
     """Of a tile of the result."""
@@ -65,7 +65,7 @@ class TileWave(NamedTuple):
 
 
 def wave_of(device: torch.device) -> TileWave | None:
-    """Return what a device computes at one time of such a product; None on the CPU, which takes what it takes."""
+    """Return the tiles that a device computes at one time of such a product; None on the CPU, where tiles do not matter."""
     return None if device.type == "cpu" or in_triton is None else TileWave(*in_triton.wave_of(device))
 
 
@@ -85,7 +85,7 @@ class Products:
         add: bool = False,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Write the rows of `left @ right` that count, or add them to what is there.
+        """Write the rows of `left @ right` that count, or add them to the present values.
 
         Args:
             left: (m, k), rows of unit stride.
@@ -115,7 +115,7 @@ class Products:
         add: bool = False,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Write `left.t() @ right` over the rows that count, or add it to what is there.
+        """Write `left.t() @ right` over the rows that count, or add it to the present values.
 
         Args:
             left: (k, m), rows of unit stride; zero as far as `row_counts.ROW_ALIGNMENT` says, where rows of `right`
@@ -164,7 +164,7 @@ class PanelProducts:
     def of_rows(
         self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, order: torch.Tensor | None = None
     ) -> Callable[[int], None]:
-        """Return what writes the rows of `left @ right` that count, panel below panel.
+        """Return a function that writes the rows of `left @ right` that count, panel below panel.
 
         Args:
             left: (m, k), rows of unit stride.
@@ -186,7 +186,7 @@ class PanelProducts:
     def across(
         self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False
     ) -> Callable[[int], None]:
-        """Return what writes the sum over panels of their rows that count times their part of `right`, or adds it.
+        """Return a function that writes, or adds, the sum over panels of their rows that count times their part of `right`.
 
         Args:
             left: (m, classes of a panel), panel below panel. In the last one that is narrower, zero up to the next
@@ -216,7 +216,7 @@ class PanelProducts:
         add: bool = False,
         order: torch.Tensor | None = None,
     ) -> Callable[[int], None]:
-        """Return what writes, for each panel, `panel.t() @ right` over the rows that count, or adds it.
+        """Return a function that writes, or adds, for each panel, `panel.t() @ right` over the rows that count.
 
         Args:
             left: (k, classes of a panel), panel below panel, each zero as far as `row_counts.ROW_ALIGNMENT` says.
@@ -237,7 +237,7 @@ class PanelProducts:
         return write
 
     def sum_rows(self, matrix: torch.Tensor, *, out: torch.Tensor) -> Callable[[int], None]:
-        """Return what writes, for each panel, the sum of its rows that count.
+        """Return a function that writes, for each panel, the sum of its rows that count.
 
         Args:
             matrix: (m, classes of a panel), panel below panel.

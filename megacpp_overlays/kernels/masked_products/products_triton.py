@@ -19,12 +19,12 @@ from megacpp_overlays.kernels.masked_products.launches import Launches
 from megacpp_overlays.kernels.masked_products.panels import Panels
 
 _GROUP = 16
-"""Tiles of rows in a strip, whose programs run at one time and share what they read in the L2 cache.
+"""Tiles of rows in a strip, whose programs run at one time and share their operands in the L2 cache.
 
 With 132 programs and tiles of 128 rows and 256 columns, 16 of them read least: about as many rows as columns.
 """
 _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64
-"""What a program adds up at a time; its lanes meet once, at the end."""
+"""Rows and columns that a program adds up at a time; its lanes are summed once, at the end."""
 _ALIGNMENT = 16
 """Bytes, of a descriptor's start and of its rows."""
 
@@ -86,7 +86,7 @@ def products_of_rows(
     *,
     deep: bool = False,
 ) -> Launches:
-    """Return what computes such a product: for each group of panels if there are any, else once, as group 0.
+    """Return the launches of such a product: one for each group of panels if there are any, else one, as group 0.
 
     Args:
         left: see `products.Products.of_rows`, as are those that follow; `right` is that of all panels.
@@ -148,7 +148,7 @@ def products_over_rows(
     order: torch.Tensor | None = None,
     panels: Panels | None = None,
 ) -> Launches:
-    """Return what computes such a product: for each group of panels if there are any, else once, as group 0.
+    """Return the launches of such a product: one for each group of panels if there are any, else one, as group 0.
 
     Args:
         left: see `products.Products.over_rows`, as are those that follow.
@@ -188,7 +188,7 @@ def sum_of_rows(matrix: torch.Tensor, count: torch.Tensor, out: torch.Tensor) ->
 def sums_of_rows(
     matrix: torch.Tensor, count: torch.Tensor, out: torch.Tensor, panels: Panels | None = None
 ) -> Launches:
-    """Return what computes such a sum: for each group of panels if there are any, else once, as group 0.
+    """Return the launches of such a sum: one for each group of panels if there are any, else one, as group 0.
 
     Args:
         matrix: see `products.Products.sum_rows`; panels are one below the other.
@@ -220,7 +220,7 @@ def _launches(
 
 
 def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) -> dict[str, torch.Tensor | int]:
-    """Return what programs are told of panels; without them everything is one."""
+    """Return the programs' arguments that describe panels; without panels, those of a single one."""
     if panels is None:
         return {"planned_rows": count, "rows": rows, "width": classes, "panels": 1, "group_limit": 1}
     return {**panels.arguments, "rows": rows}

@@ -83,7 +83,7 @@ class Selection(NamedTuple):
         """Return rows where they came from, and zeros where none came from.
 
         Args:
-            rows: (tokens, n), rows of unit stride, those of the selected tokens first; what follows is not read.
+            rows: (tokens, n), rows of unit stride, those of the selected tokens first; the rows after them are not read.
             dtype: of the result.
             in_place: whether the result may have the memory of `rows`, where a device has Triton and the dtype stays.
         """

@@ -14,9 +14,9 @@ from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
 
 _ROW_ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
 _ROWS, _COLUMNS = 128, 64
-"""What a program moves at a time; blocks of logits have rows of whole multiples of so many columns."""
+"""Rows and columns that a program moves at a time; rows of blocks of logits are multiples of this many columns long."""
 _ROWS_APART, _COLUMNS_APART = 8, 512
-"""What a program copies into other memory."""
+"""Rows and columns that a program copies into other memory."""
 _TOKENS = 1024
 """Whose places a program finds."""
 
@@ -90,7 +90,7 @@ def put_back(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> No
     """Move row i to row `order[i]` for every i below `count`, in place, and leave zeros where none goes.
 
     Args:
-        rows: (tokens, n), rows of unit stride; what is there from `count` on is lost.
+        rows: (tokens, n), rows of unit stride; the rows from `count` on are lost.
         order: (tokens,), int64, ascending up to `count`.
         count: (1,), int32.
     """
@@ -110,7 +110,7 @@ def _move(
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _select(wanted, order, place, count, tokens, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Every program adds up what comes before its own tokens, instead of waiting for others.
+    # Every program counts the selected tokens before its own by itself, instead of waiting for others.
     begin = tl.program_id(0) * BLOCK
     ahead = tl.zeros((BLOCK,), tl.int32)
     every = tl.zeros((BLOCK,), tl.int32)
@@ -167,8 +167,8 @@ def _bring_first(  # type: ignore[no-untyped-def]
     rows, stride, order, count, tokens, columns, planned_rows, panels, group_limit,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    # A row never moves down, so what a step overwrites was read by it or before it, and what is read later lies below:
-    # a program owns some columns and goes through the rows from the first to the last.
+    # A row never moves down. So the rows that a step overwrites were read by it or before it, and rows that are read later lie
+    # below: a program owns some columns and goes through the rows from the first to the last.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     _, here, height = panel_group(planned_rows, tokens, panels, group_limit, 0, _ROW_ALIGNMENT)
     panel = tl.program_id(1)
@@ -191,7 +191,7 @@ def _bring_first(  # type: ignore[no-untyped-def]
 def _put_back(  # type: ignore[no-untyped-def]
     rows, stride, order, count, tokens, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr
 ):
-    # From the last row to the first: a row never moves up, so what is read later lies above all that a step writes.
+    # From the last row to the first: a row never moves up, so rows that are read later lie above all that a step writes.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     selected = tl.load(count)
     steps = tl.cdiv(tokens, ROWS)
@@ -202,11 +202,11 @@ def _put_back(  # type: ignore[no-untyped-def]
         if not WHOLE:
             counts = counts & (column < columns)[None, :]
             inside = inside & (column < columns)[None, :]
-        target = tl.load(order + place, mask=place < selected, other=1 << 30)  # what does not count goes, too
+        target = tl.load(order + place, mask=place < selected, other=1 << 30)  # rows that do not count are cleared, too
         if tl.max(target - place, 0) > 0:
             source = rows + place.to(tl.int64)[:, None] * stride + column[None, :]
             values = tl.load(source, mask=counts, other=0.0)
             tl.debug_barrier()  # every thread has read its rows
             tl.store(source, tl.zeros_like(values), mask=inside)
-            tl.debug_barrier()  # and what another one puts there comes later
+            tl.debug_barrier()  # another thread's rows are stored there later
             tl.store(rows + target[:, None] * stride + column[None, :], values, mask=counts)

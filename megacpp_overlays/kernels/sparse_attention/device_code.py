@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(0.6931471805599453)
 HEAVY = tl.constexpr(0.75)
-"""Of the weights of a row one at most is larger. The gradient of its score is what is left of the others' gradients."""
+"""Of the weights of a row one at most is larger. The gradient of its score is computed from the others' gradients."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _add_both(one, rounded_one, other, rounded_other):
 
 @triton.jit
 def _remainder(exact, rounded):
-    """Return what rounding took from float32 numbers, as so many steps from one float32 number to the next."""
+    """Return the rounding error of float32 numbers, in steps from one float32 number to the next."""
     steps = exact.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum(steps, -32768), 32767).to(tl.int16)
 
@@ -237,7 +237,7 @@ def attend_rows(
     """Write the output and the log-sum-exp of some heads of a row; `factor` is the scale times log2(e).
 
     KEEPS: the output is divided by the sum of the weights as they are multiplied, rounded, so that its shares add up to 1, and
-    what rounding takes from it is written, too. A backward pass needs both.
+    its rounding error is written, too. A backward pass needs both.
     """
     PARTS: tl.constexpr = FIRST // WIDTH
     blocks = tl.cdiv(heads, HEADS)
@@ -424,7 +424,7 @@ def query_side(
     """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, heads, slots).
 
     Gradients of the scores of a row add up to `due`. That of a heavy slot, one with more than HEAVY of all weight, is a small
-    difference of large numbers; it is taken as what the others leave of `due`, so it is as exact as they are.
+    difference of large numbers. It is computed as `due` less the gradients of the others, so it is as exact as they are.
     """
     PARTS: tl.constexpr = FIRST // WIDTH
     blocks = tl.cdiv(heads, HEADS)
@@ -646,12 +646,12 @@ def slot_side(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write what some slots of a row add to the gradient of their keys, in some channels, as float16 times a unit each.
+    """Write the contributions of some slots of a row to the gradient of their keys, in some channels, as float16 times a unit each.
 
     `of_slots` is (rows, slots, dim) and `units` (rows, slots, tiles of channels). `weights` and `of_scores` begin with row
     `kept_start`. Programs side by side read the same row. BLOCKS: tensors come as descriptors of matrices whose rows are
     (row, head) or (row, slot), the first four from `kept_start` on, and tiles of heads and slots are whole; slots behind the
-    count get numbers that nobody reads.
+    count get numbers that are never read.
     """
     across = tl.program_id(0) % tiles
     down = (tl.program_id(0) // tiles) % tl.cdiv(slots, SLOTS)
@@ -744,7 +744,7 @@ def slot_side_of_few_heads(
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write what `slot_side` does, where one tile has all heads: a program goes over all channels with what it read of slots.
+    """Write the results of `slot_side` where one tile has all heads: a program reads its slots once for all channels.
 
     These are TILES tiles of WIDTH channels and one of REST (0 for none).
     """
@@ -810,7 +810,7 @@ def sum_slots(
     REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add up what all slots that hold a key add to its gradient, in their order; `ends` has where the slots of each key end.
+    """Add up the contributions of all slots of a key to its gradient, in slot order; the slots of each key end at `ends`.
 
     Of TILES tiles of WIDTH channels, a power of two, and of one more of REST channels (0 for none).
     """

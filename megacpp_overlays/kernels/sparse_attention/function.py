@@ -1,9 +1,9 @@
 """Attention over chosen keys as two custom operators, so that autograd, CUDA graphs and torch.compile treat each as one step.
 
-Which way they compute is settled by dtypes, channels and device, once for each combination: tensor cores for bfloat16 and
-float16 on NVIDIA's Hopper, plain PyTorch in blocks for everything else. Memory beside inputs and results has a bound that
-does not grow with queries times keys. On tensor cores the output is kept for the backward pass as it was before it was
-rounded: what rounding took, 16 bits of each number, is a third result of the forward operator, empty where no gradient is wanted.
+Dtypes, channels and device select the implementation, once for each combination: tensor cores for bfloat16 and
+float16 on NVIDIA's Hopper, plain PyTorch in blocks for everything else. Memory in addition to inputs and results has a bound
+that does not grow with queries times keys. On tensor cores the output before rounding is kept for the backward pass: its
+rounding error, 16 bits of each number, is a third result of the forward operator, empty where no gradient is wanted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attend(
             `QuantizedKeys` of these sizes, whose bytes are read where keys are, and scaled in float32 on the way.
         indices: (batch, queries, slots), int32 or int64: a key of the same batch element, or no choice where it is below 0
             or no key. With packed sequences they count from the beginning of the row, as everywhere in Megatron.
-        scale: what products of query and key are multiplied with before the softmax.
+        scale: factor of the products of query and key before the softmax.
         value_channels: from 1 to dim.
         sink: (heads,), a score of each head that takes part in the softmax and has no value.
         bias: (batch, queries, slots), added to the scaled products of a slot; has no gradient.
@@ -57,7 +57,7 @@ def attend(
     scales = learner = None
     if isinstance(key, QuantizedKeys):
         key.check(query.dtype)
-        # As bits: what looks at an operator's inputs, such as a compiler, need not know FP8.
+        # As bits: code that looks at an operator's inputs, such as a compiler, need not know FP8.
         key, scales, learner = key.data.detach().view(torch.uint8), key.scales().detach(), key.gradient_for
     _check(query, key, indices, value_channels, {"sink": sink, "bias": bias, "scale": scales, "gradient_for": learner})
     if chosen(SPARSE_ATTENTION_CHOICES) == "check":

@@ -1,7 +1,7 @@
 """Attention over chosen keys in plain PyTorch, some rows at a time: for the CPU, float32 and odd dtypes.
 
-Float32 arithmetic, float64 for float64 inputs. Beside the results it holds the gradient of the keys and a few blocks of at
-most 4 Mi elements, 32 Mi on a GPU: the chosen keys of some rows, (rows, slots, dim), or those of one row if that is more.
+Float32 arithmetic, float64 for float64 inputs. In addition to the results it holds the gradient of the keys and a few blocks of
+at most 4 Mi elements, 32 Mi on a GPU: the chosen keys of some rows, (rows, slots, dim), or those of one row if that is more.
 Blocks are added in one order, so a rerun gives the same bits.
 """
 
@@ -148,8 +148,8 @@ def _through_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of the scores, and the mean of the gradients of shares less that of the log-sum-exp.
 
-    Gradients of shares count from that of the largest share, whose own score has a gradient of what the others leave. So
-    nothing is lost where one share is nearly all, or where the gradients have much in common.
+    Gradients of shares are taken relative to that of the largest share. The gradient of its score follows from the others. So
+    no bits are lost where one share is nearly all, or where the gradients have a large common part.
     """
     if shares.size(-1) == 0:
         return of_shares, -of_lse

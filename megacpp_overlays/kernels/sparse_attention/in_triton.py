@@ -1,10 +1,11 @@
 """Attention over chosen keys on tensor cores: bfloat16 or float16 in, float32 sums and softmax.
 
 Forward: a program has a row (a query of a batch element) and some heads, gathers keys by tiles of slots, and keeps a running
-softmax; for a backward pass it keeps what rounding took from the output, too, 16 bits of each number. Backward: programs compute weights and gradients of scores again and keep both, rounded to the dtype of the inputs,
-for a part of the rows; the gradient of the query is added up from them. Then each slot gets the gradient of its key from
-all heads at once, as float16 numbers times a power of two of its own, and the slots that hold a key are added up in their
-order, which a sort finds. So a rerun gives the same bits. All buffers have a bound, whatever the number of queries.
+softmax. For a backward pass it also keeps the rounding error of the output, 16 bits of each number. Backward: programs compute
+weights and gradients of scores again and keep both, rounded to the dtype of the inputs, for a part of the rows; the gradient of
+the query is added up from them. Then each slot gets the gradient of its key from all heads at once, as float16 numbers times a
+power of two of its own. The contributions of the slots of a key are added up in slot order, which a sort finds, so a rerun gives
+the same bits. All buffers have a bound, whatever the number of queries.
 
 Where they were measured (see `measured`), and for CPU tensors in the Triton interpreter.
 """
@@ -29,7 +30,7 @@ from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys, slot_order, tiles
 
 _KEPT_BYTES = 1 << 28
-"""What weights and gradients of scores of some rows may take."""
+"""Largest size of the weights and gradients of scores of some rows."""
 _READS_WORTH_OPENING = 4
 """Of each key, on average: to scale it for each query anew took up to three times as long on an H200."""
 
@@ -68,8 +69,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`.
 
-    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers. The third result is what rounding took from the
-    output, of its shape, int16; it is empty unless a gradient `learns` from it.
+    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers. The third result is the rounding error of the
+    output, of its shape, int16; it is empty unless `learns`, that is, unless a backward pass uses it.
     """
     query, key, indices, bias = _rows(query), _rows(key), _rows(indices), None if bias is None else _rows(bias)
     queries, batch, heads, dim = query.shape
@@ -201,11 +202,11 @@ def sum_slots(
     parts: list[tiles.SumTiles],
     first_time: bool,
 ) -> None:
-    """Add to the gradients of keys, or write the first time, what the slots add that hold them.
+    """Add the contributions of slots to the gradients of their keys; the first time, write them.
 
     Args:
         of_slots: (rows, slots, dim), float16.
-        units: (rows, slots, tiles of channels), float32: what numbers of a tile are multiplied with.
+        units: (rows, slots, tiles of channels), float32: the factor of the numbers of a tile.
         order: slots in the order of their keys, see `slot_order`.
         ends: where those of each key start.
         of_k: (keys, dim), float32.
@@ -236,9 +237,9 @@ def _as_read(
 ) -> tuple[torch.Tensor, KeyScales]:
     """Return keys and scales as the kernels of a pass read them.
 
-    Quantized keys are read as they are where few queries choose among many keys. Where each is read again and again it is opened
-    once for this pass, (keys, batch, 1, dim) in the dtype of query; and where programs share out the work: there the copy engine
-    puts keys into shared memory and the matrix unit takes them from there, with nobody between who could scale them.
+    Quantized keys are read as they are where few queries choose among many keys. They are opened once for this pass, (keys,
+    batch, 1, dim) in the dtype of query, where each key is read many times, and where the warps of a program share out the work:
+    there the copy engine puts keys into shared memory and the matrix unit reads them from there, so no step could scale them.
     """
     if key_scales is None:
         return key, KeyScales(query, (0, 0, 0), 0)
@@ -263,7 +264,7 @@ def _slot_side(
     kept_start: int,
     tile: tiles.ChannelTiles,
 ) -> None:
-    """Write what the slots of some rows add to the gradients of their keys.
+    """Write the contributions of the slots of some rows to the gradients of their keys.
 
     `held` is query and gradient from `kept_start` on, (rows, heads, channels), contiguous, where tiles of them are whole.
     """
@@ -306,7 +307,7 @@ def _slot_side_of_few_heads(
     rows: int,
     kept_start: int,
 ) -> None:
-    """Write what the slots of some rows add to the gradients of their keys, where one tile has all heads."""
+    """Write the contributions of the slots of some rows to the gradients of their keys, where one tile has all heads."""
     _, batch, heads, dim = query.shape
     slots, way = of_slots.size(1), tiles.SLOT_SIDE_OF_FEW_HEADS
     wide, *last = tiles.channel_tiles(dim)

@@ -19,10 +19,10 @@ def attend(
     sink: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `function.attend` returns, for packed rows: each query chooses among the keys of its own document.
+    """Return the results of `function.attend` for packed rows: each query chooses among the keys of its own document.
 
-    Nothing is asked of the device, so lengths may change between replays of a CUDA graph. What lies behind the last document,
-    as padding does, chooses nothing.
+    The host reads nothing from the device, so lengths may change between replays of a CUDA graph. Queries behind the last
+    document, such as padding, choose nothing.
 
     Args:
         query: (queries, heads, dim), the documents one behind another.

@@ -1,4 +1,4 @@
-"""Keys that are stored as FP8 numbers with scales: what is asked of them, and the numbers that they stand for."""
+"""Keys that are stored as FP8 numbers with scales: checks of their parts, and dequantization."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QuantizedKeys:
     data: torch.Tensor
     """(keys, batch, 1, dim), float8_e4m3fn, or uint8 that holds its bits."""
     scale: torch.Tensor
-    """float32, what numbers are multiplied with: () or (1,) for all keys, (keys, batch) for a key each, or (keys, batch,
+    """float32, the factors of the numbers: () or (1,) for all keys, (keys, batch) for a key each, or (keys, batch,
     ceil(dim / 128)) for blocks of 128 channels."""
     gradient_for: torch.Tensor | None = None
     """(keys, batch, 1, dim), floating: takes the gradient with regard to the dequantized keys, as if it had been used in place
@@ -102,7 +102,7 @@ def opened(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torc
     """
     wide = torch.promote_types(dtype, torch.float32)
     result = torch.empty(data.shape, dtype=dtype, device=data.device)
-    for block, start in enumerate(range(0, data.size(-1), BLOCK)):  # so that what is wide is narrow
+    for block, start in enumerate(range(0, data.size(-1), BLOCK)):  # in blocks, so that wide copies stay small
         some, which = slice(start, start + BLOCK), block if scales.size(-1) > 1 else 0
         result[..., some] = as_float8(data[..., some]).to(wide) * scales[..., which, None].to(wide)
     return result

@@ -30,10 +30,10 @@ def attend(
         query: (queries, batch, heads, dim), floating.
         key: (keys, batch, 1, dim); the first `value_channels` of a key are its value. Quantized ones are opened in the dtype of
             query.
-        indices: (batch, queries, slots), integers; what is below 0, or no key, is no choice.
-        scale: what products are multiplied with before the softmax.
+        indices: (batch, queries, slots), integers; an index below 0, or of no key, is no choice.
+        scale: factor of the products before the softmax.
         value_channels: from 1 to dim.
-        sink: (heads,), a score of each head beside those of the keys.
+        sink: (heads,), a score of each head in addition to those of the keys.
         bias: (batch, queries, slots), added to the scaled products of a slot.
 
     Returns:

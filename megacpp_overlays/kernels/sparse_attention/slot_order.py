@@ -14,7 +14,7 @@ def sorted_slots(indices: torch.Tensor, keys: int, start: int, rows: int) -> tup
 
     Args:
         indices: (batch, queries, slots), integers, the last axis of unit stride; an index that is no key is no choice. A row is a
-            query of a batch element, query * batch + element, and what slots are ordered by is a row of the keys, (keys, batch).
+            query of a batch element, query * batch + element. Slots are ordered by the row of their key, (keys, batch).
         keys: of a batch element, fewer than 2**31 in all.
         start: the first row.
         rows: how many.

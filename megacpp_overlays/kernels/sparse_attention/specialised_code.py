@@ -274,7 +274,7 @@ def _add_values(
         sum = warpgroup_mma_wait(0, deps=[sum])
         mbarrier.arrive(used.index(turn), count=1)
         if tile + RING < tiles:
-            # Nobody reads this half any more: its scores were taken before its weights came.
+            # This half is not read any more: its scores were taken before its weights came.
             _copy_half(k, coming, coming_of_rest, ring, keys, dim, k_row, k_first, k_rest, full, FIRST, REST, HALF)
         coming, coming_of_rest = _choices(indices, (tile + RING + 1) * SLOTS, slots, FIRST, REST, SLOTS)
     turn = tiles % 2
@@ -333,7 +333,7 @@ def attend_rows(
     POSITIVE: gl.constexpr,
     KEEPS: gl.constexpr,
 ):
-    """Write the output and the log-sum-exp of 64 heads of a row; KEEPS: and what rounding takes from the output."""
+    """Write the output and the log-sum-exp of 64 heads of a row; KEEPS: also the rounding error of the output."""
     kind: gl.constexpr = q.dtype.element_ty
     blocks = gl.cdiv(heads, HEADS)
     row = gl.program_id(0) // blocks
@@ -592,7 +592,7 @@ def _take_gradients(
 ):
     """Take the gradients of the scores of each tile from gradients of the output, values and weights, and keep them.
 
-    That of a heavy slot is what the others leave of `due`, see `device_code.query_side`.
+    The gradient of a heavy slot is `due` less those of the others, see `device_code.query_side`.
     """
     layout: gl.constexpr = _sums(SLOTS)
     column: gl.constexpr = gl.SliceLayout(1, layout)

@@ -1,6 +1,6 @@
-"""How kernels of attention over chosen keys are launched: tiles of slots, heads and channels, and rings of tiles.
+"""Launch parameters of the kernels of attention over chosen keys: tiles of slots, heads and channels, and rings of tiles.
 
-What is here was measured on an H200, and fits its shared memory and registers.
+The numbers were measured on an H200, and fit its shared memory and registers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SPECIALISED_HEADS = 64
 """How many heads a program takes whose warps share out the work."""
 _FEW_CHANNELS = 192
 _SOME_CHANNELS = 320
-"""With more, sums of all channels do not fit into the registers beside the scores."""
+"""With more, sums of all channels do not fit into the registers together with the scores."""
 _WIDE_CHANNELS = 128
 _SHARED = 227 * 1024 - 512
-"""Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
+"""Bytes of shared memory that a program on Hopper may fill, less those of barriers."""
 _LONGEST_RING = 4
 _LEAST_SLOT_BYTES, _MOST_SLOT_BYTES = 3 << 27, 1 << 31
 _SLOTS_OF_A_KEY = 32
@@ -144,7 +144,7 @@ def sum_tiles(dim: int) -> list[SumTiles]:
 
 
 def slot_bytes(keys: int, dim: int) -> int:
-    """Return what gradients of the slots of some rows may take: so much that sums of all keys are read and written few times."""
+    """Return the limit in bytes of gradients of slots of some rows, so large that sums of all keys are read and written few times."""
     return max(_LEAST_SLOT_BYTES, min(_MOST_SLOT_BYTES, _SLOTS_OF_A_KEY * keys * dim * 2))
 
 
@@ -182,7 +182,7 @@ def score_ring(parts: Parts, heads: int) -> Ring | None:
 
 
 def _largest_ring(parts: Parts, beside: Callable[[int], int]) -> Ring | None:
-    """Return the widest ring of two tiles or more that fits beside what else a program holds for so many slots, in bytes."""
+    """Return the widest ring of two tiles or more that fits; `beside` gives the other bytes of a program for so many slots."""
     channels = parts.first + max(16, parts.rest)
     for slots in (64, 32):
         if (tiles := (_SHARED - beside(slots)) // (2 * slots * channels)) >= 2:
@@ -202,7 +202,7 @@ def slots_of(tile: SlotTile, block: int, parts: Parts, held: int, *, scaled: boo
         tile: how the kernel is launched.
         block: heads of a program.
         parts: channels of a key.
-        held: channels of the left operands that lie beside them.
+        held: channels of the left operands that lie next to them.
         scaled: whether keys are FP8 numbers, which are scaled on the way.
     """
     slots = tile.slots

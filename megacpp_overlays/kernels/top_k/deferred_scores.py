@@ -12,7 +12,7 @@ from torch.utils import _pytree
 class DeferredScores(torch.Tensor):  # type: ignore[misc]
     """A tensor of known shape, float32, without storage; the first operation on it computes and keeps its numbers.
 
-    Not differentiable. What an operation gives is a plain tensor, computed of the numbers; one that writes writes to them.
+    Not differentiable. The result of an operation is a plain tensor, computed from the numbers; one that writes, writes to them.
     """
 
     _compute: Callable[[], torch.Tensor]
@@ -26,7 +26,7 @@ class DeferredScores(torch.Tensor):  # type: ignore[misc]
         return made
 
     def __init__(self, _shape: tuple[int, ...], _device: torch.device, compute: Callable[[], torch.Tensor]) -> None:
-        """Keep what computes the numbers.
+        """Keep the function that computes the numbers.
 
         Args:
             compute: returns a float32 tensor of the shape, on the device; called once at most.

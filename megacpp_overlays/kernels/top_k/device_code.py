@@ -1,7 +1,7 @@
 """The device code of the top-k: see `in_triton`, which launches it.
 
 A row is held in registers, 16 or more numbers a thread. The smallest number that is chosen is found by counting how many
-reach a guess; guesses are interpolated between two numbers that were counted, and after a while halve what is left.
+reach a guess. Guesses are interpolated between two numbers that were counted; after a while they bisect the interval.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _ranks(chosen):
 def _load(scores, listed, column, low, high, total, BOUNDED: tl.constexpr, LISTED: tl.constexpr):
     """Return numbers of a row in float32: infinity for a NaN, and negative infinity outside of its columns.
 
-    LISTED: a column holds the place of its number, or -1 for none. BOUNDED: what is loaded is rounded to whole groups, which
-    one instruction loads, and what that brings in besides is left out afterwards.
+    LISTED: a column holds the place of its number, or -1 for none. BOUNDED: the range is rounded to whole groups, which
+    one instruction loads, and the numbers outside the bounds are replaced afterwards.
     """
     if LISTED:
         place = tl.load(listed + column, mask=column < high, other=-1)
@@ -136,7 +136,9 @@ def _threshold(numbers, k):
 
 @triton.jit
 def _write(numbers, column, listed, out, low, equal, before, is_exact, high, LISTED: tl.constexpr):
-    """Write the places of some numbers of a row that reach `low`, of equal ones the first `equal`; return what is next.
+    """Write the places of some numbers of a row that reach `low`, of equal ones the first `equal`.
+
+    Return how many equal numbers are still to be taken, and the index of the next free place.
 
     -1 for a column that holds no number: it is taken only where others are too few.
     """
@@ -158,7 +160,7 @@ def _write(numbers, column, listed, out, low, equal, before, is_exact, high, LIS
 
 @triton.jit
 def _fill(out, first, k):
-    """Write -1 to what is left of k places."""
+    """Write -1 to the places from `first` up to k."""
     for start in range(first, k, _FILLED):
         rest = start + tl.arange(0, _FILLED)
         tl.store(out + rest, tl.full((_FILLED,), -1, out.dtype.element_ty), mask=rest < k)

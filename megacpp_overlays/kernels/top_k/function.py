@@ -1,10 +1,10 @@
 """The positions of the k largest numbers of each row: a set, in the order of positions, defined where numbers are equal.
 
-`torch.topk` sorts what it chose, and says nothing of which of several equal numbers it takes. Attention over chosen keys
-asks for neither the order nor the numbers, so here nothing is sorted, and of equal numbers the first ones are taken.
+`torch.topk` sorts the chosen numbers, and does not define which of several equal numbers it takes. Attention over chosen keys
+needs neither the order nor the numbers, so here nothing is sorted, and of equal numbers the first ones are taken.
 
-One custom operator, so that CUDA graphs and torch.compile treat it as one step. Which way it computes is settled by
-dtype, length of a row, how many are chosen and device, of which the last is asked once: a kernel that reads every row once on NVIDIA
+One custom operator, so that CUDA graphs and torch.compile treat it as one step. The implementation depends on the dtype, the
+length of a row, how many are chosen, and the device, which is examined once: a kernel that reads every row once on NVIDIA
 devices of capability 9, sorting in PyTorch for everything else.
 """
 
@@ -22,7 +22,7 @@ from megacpp_overlays.runtime import dynamo
 LONGEST = 32768
 """Numbers of a row that a program takes, 512 threads 64 each; of longer rows it chooses stretch by stretch."""
 MOST_OF_LONG_ROWS = LONGEST // 2
-"""How many the kernel chooses of a longer row: what is chosen of two stretches has to fit into one."""
+"""How many the kernel chooses of a longer row: the numbers chosen of two stretches have to fit into one."""
 
 
 def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torch.Tensor:

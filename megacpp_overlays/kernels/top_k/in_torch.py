@@ -11,7 +11,7 @@ import torch
 def choose(
     scores: torch.Tensor, k: int, mark_infinite: bool, within: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the positions: see `top_k.choose`. With bounds, (queries,) each, what is outside counts as negative infinity."""
+    """Return the positions: see `top_k.choose`. With bounds, (queries,) each, scores outside count as negative infinity."""
     keys = scores.size(-1)
     if within is not None:
         place = torch.arange(keys, device=scores.device)

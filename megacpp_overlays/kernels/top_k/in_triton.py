@@ -1,9 +1,9 @@
 """The k largest numbers of each row in one kernel: a row is read once, held in registers, and only positions are written.
 
-One program for a row of at most LONGEST numbers. It finds the smallest number that is chosen by counting how many reach a guess, and ends as soon as
-exactly k do, which for numbers that differ is after about ten guesses, and at most 48. Where each chosen position goes is what a
-running count says. No atomics, nothing is sorted, and every row has one order. A longer row is cut into stretches; what is chosen
-of each is chosen from once more, in the order of positions, until one stretch holds all that is left.
+One program for a row of at most LONGEST numbers. It finds the smallest number that is chosen by counting how many reach a guess,
+and ends as soon as exactly k do. For numbers that differ that takes about ten guesses, and at most 48. A running count gives the
+place of each chosen position. No atomics, nothing is sorted, and every row has one order. A longer row is cut into stretches. The
+numbers chosen of each are chosen from once more, in the order of positions, until one stretch holds all that is left.
 
 CPU tensors in the Triton interpreter, and NVIDIA devices of capability 9 with Triton 3.6.
 """
@@ -29,7 +29,7 @@ _NUMBERS_OF_A_WARP = 2048
 _GROUP = 16
 """Numbers that follow each other and are counted together."""
 _RANKS_OF_A_WARP = 512
-"""How many ranks a warp holds at a time: 16 a thread, beside which several rows have room on a multiprocessor."""
+"""How many ranks a warp holds at a time: 16 a thread, which leaves room for several rows on a multiprocessor."""
 
 
 def takes(device: torch.device) -> bool:

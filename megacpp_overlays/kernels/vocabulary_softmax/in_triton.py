@@ -27,7 +27,7 @@ _WIDE_ROW = 1 << 15
 _TOKENS = 512
 """Tokens of one program where there is one number for each."""
 _WARPS_OF_A_GROUP = 132 * 64
-"""At most, over a group of panels: most groups may be empty, and what finds nothing to do takes its time, too.
+"""At most, over a group of panels: most groups may be empty, and empty programs take time, too.
 
 As many as the multiprocessors of an H200 run at one time, with as many registers as that leaves to a thread.
 """
@@ -202,7 +202,7 @@ def _launches(
     selection: Selection | None,
     warps: int,
 ) -> Launches:
-    # Not early: what a pass gains by it is less than what it loses beside the product that is ahead.
+    # Not early: a pass gains less by it than it loses by running at the same time as the product ahead.
     if selection is None:
         return Launches(kernel, grid, "group", arguments, device, num_warps=warps)
     return Launches(kernel, grid, "group", arguments, device, num_warps=warps, maxnreg=_REGISTERS)
@@ -504,8 +504,8 @@ def _gradient_of_row(  # type: ignore[no-untyped-def]
     if HAS_SPREAD:
         spread_factor = tl.load(of_spread + row)
         dead = dead & (spread_factor == 0.0)
-    # What a token without a gradient says is not even read. A limit and no second condition, as the interpreter of Triton 3.9
-    # makes a number of one that is not about a block.
+    # The logits of a token without a gradient are not read. A limit and not a second condition, because the interpreter of
+    # Triton 3.9 turns a condition that is not about a block into a number.
     read = tl.where(dead, 0, classes)
     for each in range(BLOCKS):
         column = (tl.program_id(1) + each) * BLOCK + tl.arange(0, BLOCK)

@@ -30,15 +30,15 @@ OF_OTHERS = (0.0, 1.0, 0.0, 0.0)
 
 
 class Coefficients(NamedTuple):
-    """What turns the logits of a token into their gradient, (tokens,) each, in the dtype of the arithmetic."""
+    """Coefficients of the gradient of a token's logits, (tokens,) each, in the dtype of the arithmetic."""
 
     lse: torch.Tensor
     of_probability: torch.Tensor
     """Factor of exp(logit - lse)."""
     of_label: torch.Tensor
-    """What is taken off at the token's own class."""
+    """Subtracted at the token's own class."""
     of_spread: torch.Tensor | None = None
-    """What is taken off at every class, times the weight of the class; for label smoothing alone."""
+    """Subtracted at every class, times the weight of the class; for label smoothing alone."""
 
     @property
     def alive(self) -> torch.Tensor:

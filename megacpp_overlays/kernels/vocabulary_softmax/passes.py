@@ -1,8 +1,8 @@
-"""Two passes over a block of logits: what a cross entropy needs to know of them, and their gradient.
+"""Two passes over a block of logits: the statistics for a cross entropy, and the gradient of the logits.
 
 A block is (tokens, classes) of a vocabulary that is cut into blocks. The first pass adds a block to some running
-numbers for each token; after the last block they determine the loss and every probability. The second pass takes what
-follows from these numbers and turns a block into its gradient.
+numbers for each token; after the last block they determine the loss and every probability. The second pass takes the
+coefficients that follow from these numbers and turns a block into its gradient.
 
 Where tokens are selected a block has rows of those alone, one after the other; all that is (tokens,) has a number for
 every token in its own place all the same.
@@ -126,7 +126,7 @@ def add_panel_statistics(
     class_weight: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> Callable[[int], None]:
-    """Return what adds one group of panels to the running numbers: the last group first.
+    """Return a function that adds one group of panels to the running numbers: the last group first.
 
     Args:
         logits: (tokens, classes of a panel), floating, rows of unit stride; panel below panel.
@@ -158,7 +158,7 @@ def panel_gradients(
     class_weight: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> Callable[[int], None]:
-    """Return what writes the gradients of one group of panels.
+    """Return a function that writes the gradients of one group of panels.
 
     Args:
         logits: as in `add_panel_statistics`, as is all else.
@@ -190,7 +190,7 @@ def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int
 def plain_coefficients(
     statistics: Statistics, labels: torch.Tensor, ignore_index: int, gradient: torch.Tensor
 ) -> Coefficients:
-    """Return what the gradients of such losses make of the logits.
+    """Return the coefficients of the logits' gradient for gradients of such losses.
 
     Args:
         statistics: over the whole vocabulary.
