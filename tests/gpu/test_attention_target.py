@@ -3,7 +3,7 @@
 A step of Megatron's loss by them is in `test_dsa_indexer_streaming.py`. With `-s` the numbers behind the bounds are printed.
 """
 
-# ruff: noqa: T201 - what was measured
+# ruff: noqa: T201 - prints measurements
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_errors_are_those_of_float32_sums(name: str, kind: str) -> None:
     found = attention_target.target(query, key, scale, **valid)
 
     of_allowed = share(found, query, key, scale, valid)
-    print(f"{name}, {kind}: {of_allowed:.4f} of what is allowed")
+    print(f"{name}, {kind}: {of_allowed:.4f} of the allowed error")
     assert of_allowed <= 1
     assert not found[~seen(valid, *GRID[name][:3])].any()
 

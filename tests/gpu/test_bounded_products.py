@@ -1,6 +1,6 @@
 """Products that leave masked tokens out, on a GPU of compute capability 9: right, bounded, and never waiting."""
 
-# ruff: noqa: T201 - what was measured
+# ruff: noqa: T201 - prints measurements
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_no_descriptor_can_address_is_computed_without_one() -> None:
 @pytest.mark.parametrize("columns", [64, 4104])
 def test_rows_come_first_and_go_back_in_their_own_memory(columns: int, dtype: torch.dtype, share: float) -> None:
     whole = torch.randn(5000, columns + 8, device=DEVICE).to(dtype)
-    beside, rows = whole[:, columns:].clone(), whole[:, :columns]
+    padding, rows = whole[:, columns:].clone(), whole[:, :columns]
     wanted = torch.rand(5000, device=DEVICE) < share
     expected = rows[wanted]
 
@@ -148,7 +148,7 @@ def test_rows_come_first_and_go_back_in_their_own_memory(columns: int, dtype: to
     assert back.data_ptr() == whole.data_ptr()
     assert torch.equal(back[wanted], expected)
     assert not back[~wanted].any()
-    assert torch.equal(whole[:, columns:], beside)
+    assert torch.equal(whole[:, columns:], padding)
 
 
 # The loss
@@ -233,12 +233,12 @@ def test_by_itself_a_process_looks_once_at_its_masks_and_never_waits_again(share
     torch.cuda.set_sync_debug_mode("default")
 
     assert memory.settled.skips is skips
-    # Most have a label: by itself a forward pass computes all, by cuBLAS and in another order of classes than told to skip.
+    # Most have a label: with `auto` a forward pass computes all, by cuBLAS and in another order of classes than with `skip`.
     at_once = {"settled": Settled(skips=True)} if skips else {"masked": "compute"}
     assert same(seen, found(inputs, memory=Memory(extra_mib=16, **at_once)))
     true = truth(inputs)
-    told = found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute"))
-    far, limits = errors(seen, true), errors(told, true)
+    explicit = found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute"))
+    far, limits = errors(seen, true), errors(explicit, true)
     assert {name: each for name, each in far.items() if each > AS_FAR * limits[name]} == {}
     assert max(errors(first, true).values()) < LIMITS[torch.bfloat16]
 

@@ -1,4 +1,4 @@
-"""The indexer over chosen keys on a GPU: right beside float64, the same bits again, linear memory, and nothing that waits.
+"""The indexer over chosen keys on a GPU: right compared with float64, the same bits again, linear memory, no waiting.
 
 A step of Megatron's loss by them is in `test_dsa_indexer_streaming.py`.
 """

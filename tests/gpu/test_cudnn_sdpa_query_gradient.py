@@ -27,7 +27,7 @@ PACK = load_file(ROOT / "packs" / "74-cudnn-sdpa-query-gradient" / "reproduce.py
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What cuDNN was asked, in a process that knows of nothing; the seam is in."""
+    """The kernels that cuDNN was asked about, with an empty cache of answers and the seam placed."""
     try:
         PACK._ask_cudnn(queries=192, keys=192, has_mask=True)
     except Blocked as reason:

@@ -4,7 +4,7 @@ Each case is a fresh interpreter (this file as a script): a capture that fails a
 process that is good for nothing else. The tree of a case is first on its path, a stand-in or the installed release.
 """
 
-# ruff: noqa: T201 - a case reports through what it prints
+# ruff: noqa: T201 - a case reports on stdout
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def skip_without_target(done: subprocess.CompletedProcess[str]) -> None:
         pytest.skip("another megatron-core is installed, or none")
 
 
-# What a case runs
+# Code of a case
 
 
 def functions() -> SimpleNamespace:
@@ -149,7 +149,7 @@ def functions() -> SimpleNamespace:
 
 
 def captured(case: str, work: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return a graph of `work` and its outputs after a warm-up, or end the process with what it raised."""
+    """Return a graph of `work` and its outputs after a warm-up, or print the error of the capture and end the process."""
     import torch
 
     side = torch.cuda.Stream()
@@ -161,7 +161,7 @@ def captured(case: str, work: Callable[[], Any]) -> tuple[Any, Any]:
     try:
         with torch.cuda.graph(graph):
             outputs = work()
-    except Exception as error:  # noqa: BLE001 - what a capture raises depends on what was attempted
+    except Exception as error:  # noqa: BLE001 - the error of a capture depends on the operation
         reason = error.__context__ or error
         print(f"{case}: the capture raises {type(reason).__name__}: {str(reason).splitlines()[0][:120]}", flush=True)
         os._exit(3)
@@ -190,7 +190,7 @@ def stopping(case: str) -> Iterator[None]:
     try:
         yield
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - torch renamed what it raises
+    except Exception as error:  # noqa: BLE001 - torch renamed the error
         print(f"{case}: stopped: {str(error).splitlines()[0]}", flush=True)
         os._exit(0)
     raise AssertionError("nothing stopped it")
@@ -218,7 +218,7 @@ def scatter_equals_the_original() -> None:
             for given in (indices, indices.cpu()):
                 scatter(found, given)
                 differ = found.contiguous().view(bits) != expected.view(bits)
-                if dtype is not torch.float32:  # which NaN it is may change in a place that nobody writes
+                if dtype is not torch.float32:  # the bits of a NaN may change in places that are not written
                     differ &= ~(found.isnan() & expected.isnan())
                 assert not bool(differ.any()), (dtype, lowest, given.device)
 
@@ -329,7 +329,7 @@ def foreign_mask_declines() -> None:
 
 
 def builder_compiles() -> None:
-    """Trace what upstream's own functions trace, on CUDA: one graph."""
+    """Trace upstream's own functions on CUDA: one graph."""
     import torch
 
     found = functions()

@@ -3,7 +3,7 @@
 With `-s` the numbers behind the bounds are printed.
 """
 
-# ruff: noqa: T201 - what was measured
+# ruff: noqa: T201 - prints measurements
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEVICE = "cuda"
 TESTS = SUPPORT
 SHARES = 8
 MEDIUM = (500, 700, 2, 8, 128)
-"""Queries, keys, batch, heads and dim of what is neither statistics nor memory."""
+"""Queries, keys, batch, heads and dim of the tests that are neither about statistics nor about memory."""
 WIDE = (16384, 16384, 9, 2, 64)
 """More scores than 2**31."""
 FAR = 2**31
@@ -102,12 +102,12 @@ def test_whole_numbers_come_out_exactly(grid: dict[str, Any], name: str) -> None
 @pytest.mark.parametrize("name", [name for name, entry in GRID.items() if entry.is_statistical])
 def test_errors_are_those_of_float32_sums_and_one_rounding(grid: dict[str, Any], name: str) -> None:
     found = grid[name]["random"]
-    print({what: f"{ours:.3e} {bound:.3e} {ours / bound:.3f}" for what, (ours, bound) in found.items()})
+    print({tensor: f"{ours:.3e} {bound:.3e} {ours / bound:.3f}" for tensor, (ours, bound) in found.items()})
 
     limits = dict.fromkeys(NAMES, CLOSE) | {"scores": 2.0, LARGEST: 2.0}
     if GRID[name].weights == torch.float32:
-        limits["weights"] = 4.0  # not rounded: beside autograd in float32
-    assert {what: ours / bound for what, (ours, bound) in found.items() if ours > limits[what] * bound} == {}
+        limits["weights"] = 4.0  # not rounded: compared with autograd in float32
+    assert {tensor: ours / bound for tensor, (ours, bound) in found.items() if ours > limits[tensor] * bound} == {}
 
 
 @pytest.mark.parametrize("place", range(5), ids=["queries", "keys", "batch", "heads", "dim"])
@@ -195,7 +195,7 @@ def test_reruns_give_the_same_bits_whatever_else_runs_and_lies_in_memory() -> No
 
 
 def stepped(tensors: list[torch.Tensor]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Return a step of autograd through the scores: what they are times two, and the gradients."""
+    """Return a step of autograd through the scores: the scores times two, and the gradients."""
     grad, *leaves = tensors
     leaves = [each.requires_grad_() for each in leaves]
 
@@ -313,7 +313,7 @@ def test_inputs_may_lie_further_apart_than_two_to_the_31() -> None:
     assert same(compute(grad, far_q, weights, far_k), compute(grad, q, weights, k))
 
 
-# Beside upstream's way
+# Compared with upstream's way
 
 
 def test_the_best_keys_are_upstreams_up_to_rounding() -> None:
@@ -337,7 +337,7 @@ def _chosen(scores: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("place", range(4), ids=["grad", "q", "weights", "k"])
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
 def test_what_is_no_number_reaches_what_it_reaches_upstream(place: int, spoilt: float) -> None:
-    """At least what it reaches through autograd, which stops at closed gates, at most what it does by hand."""
+    """At least the rows that it reaches through autograd, which stops at closed gates; at most those of the formula by hand."""
     grad, *leaves = tensors = inputs(70, 90, 2, 16, 64)
     tensors[place].view(-1)[1234] = spoilt
     leaves = [each.requires_grad_() for each in leaves]
@@ -397,7 +397,7 @@ def test_the_backward_holds_less_than_two_score_matrices_beside_its_results() ->
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what steps of Megatron's loss gave with the overlay and without, in two processes at once."""
+    """Return the results of steps of Megatron's loss with the overlay and without, in two processes at once."""
     folder = tmp_path_factory.mktemp("steps")
     path = [str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")]
 

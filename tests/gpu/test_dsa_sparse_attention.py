@@ -3,7 +3,7 @@
 With `-s` the numbers behind the bounds are printed.
 """
 
-# ruff: noqa: T201 - what was measured
+# ruff: noqa: T201 - prints measurements
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def room() -> Iterator[None]:
 
 
 def inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[list[Any], Any, Any]:
-    """Return query and key as leaves, what each query chose, and a gradient of the output."""
+    """Return query and key as leaves, the chosen keys of each query, and a gradient of the output."""
     rows, keys, heads, dim, value, slots = sizes
     generator = torch.Generator(DEVICE).manual_seed(1)
     shapes = ((rows, 1, heads, dim), (keys, 1, 1, dim), (rows, 1, heads, value))

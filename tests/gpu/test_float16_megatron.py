@@ -5,7 +5,7 @@ overlays were on before Megatron was imported. Needs megatron-core; neither Tran
 the checkpoint goes through files; without it Megatron cannot write them, and state is handed over by name.
 """
 
-# ruff: noqa: T201 - a case reports through what it prints
+# ruff: noqa: T201 - a case reports on stdout
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_the_overlay_the_bits_are_lost(tmp_path: Path) -> None:
 
 
 def test_without_its_neighbours_it_stays_out(tmp_path: Path) -> None:
-    """No optimizer could save what it leaves behind; pack 16 shows that on a model of both kinds."""
+    """Without them no optimizer could save the state of such a model; pack 16 shows that on a model of both kinds."""
     done = run_case("float16", tmp_path, MEGACPP_OVERLAYS_DISABLE=NEIGHBOURS)
 
     assert done.returncode != 0
@@ -60,7 +60,7 @@ def test_without_its_neighbours_it_stays_out(tmp_path: Path) -> None:
     assert "it needs float16-distributed-order, which is disabled here" in (tmp_path / "overlays.log").read_text()
 
 
-# What a case runs
+# Code of a case
 
 
 def mamba3(hidden: int, heads: int, seed: int) -> Any:
@@ -216,7 +216,7 @@ class Run:
 
 
 def hand_over(saved: Run, fresh: Run, folder: Path) -> str:
-    """Move the sharded state of one run to another; return through what."""
+    """Move the sharded state of one run to another; return the way: files, or entries by name."""
     from megatron.core import dist_checkpointing
 
     try:
@@ -294,14 +294,14 @@ def main(optimizer: str, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def compare(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
+def compare(one: dict[str, Any], other: dict[str, Any], prefix: str) -> None:
     import torch
 
     assert one.keys() == other.keys()
     different = [
         name for name in one if one[name].dtype is not other[name].dtype or not torch.equal(one[name], other[name])
     ]
-    assert not different, f"{what} {', '.join(different)}"
+    assert not different, f"{prefix} {', '.join(different)}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The seam of pack 03 on a GPU: no host synchronisation, under CUDA graph capture, and with the real engine if it is here.
 
-Needs megatron-core. Without TileLang a recorder stands where its kernel would be; without Transformer Engine a stand-in
-wrapper takes the place of its tensors, and the tests that are about the engine are skipped.
+Needs megatron-core. Without TileLang a recorder replaces its kernel. Without Transformer Engine a stand-in wrapper replaces
+its tensors, and the tests of the engine are skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def dispatch(module: ModuleType, query: Any, key: Any, indices: Any) -> Any:
 
 
 def replayed(module: ModuleType, query: Any, key: Any, indices: Any) -> Any:
-    """Capture the dispatcher and return what a replay leaves in its output."""
+    """Capture the dispatcher and return its output after a replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

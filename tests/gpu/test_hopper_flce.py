@@ -85,7 +85,7 @@ def test_torch_that_cannot_name_the_dtype_of_a_product_gets_the_same(dispatcher:
 
 
 def test_memory_is_bounded_by_a_block_of_logits(dispatcher: Path) -> None:
-    """8192 tokens and 131072 classes are 4 GiB of logits in float32. What is above 256 MiB is for cuBLAS."""
+    """8192 tokens and 131072 classes are 4 GiB of logits in float32. The 64 MiB above 256 are for cuBLAS."""
     assert large(dispatcher)["peak"] < 256 + 64
 
 

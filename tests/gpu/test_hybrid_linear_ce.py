@@ -1,4 +1,4 @@
-"""Pack 11 on a GPU: a hybrid model with Mamba layers trains with the fused loss, both overlays on, beside the plain one.
+"""Pack 11 on a GPU: a hybrid model with Mamba layers trains with the fused loss, both overlays on, as with the plain one.
 
 Every tree given with `--upstream-tree` whose hybrid model is not wired; without one there is nothing to train. The Mamba
 layers are upstream's own, over mamba-ssm's Triton kernels.
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @functools.cache
 def training(hybrid: Path) -> dict[str, Any]:
-    """Return what `hybrid_training.py` saw; kept in the file that HYBRID_RESULTS names, too."""
+    """Return the results of `hybrid_training.py`; also write them to the file that HYBRID_RESULTS names."""
     path = os.pathsep.join([str(hybrid), str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(TESTS / "hybrid_training.py")]

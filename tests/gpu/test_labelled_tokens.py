@@ -3,7 +3,7 @@
 With `-s` the memory that was taken is printed.
 """
 
-# ruff: noqa: T201 - what was measured
+# ruff: noqa: T201 - prints measurements
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_products_take_rows_from_anywhere(dtype: torch.dtype, depth: int, count:
             assert float((seen - true).norm() / (true.norm() or 1.0)) < LIMITS[dtype]
 
 
-# What it computes
+# Results
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -212,7 +212,7 @@ def test_hidden_states_of_ignored_tokens_are_not_looked_at(odd: float, memory: M
 @pytest.mark.parametrize("count", [999, 1000])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_what_was_whole_may_lack_tokens_in_a_later_pass(dtype: torch.dtype, count: int, less: int) -> None:
-    """Memory that nobody wrote holds nothing but NaN."""
+    """Memory that was never written holds nothing but NaN."""
     inputs = drawn(count, dtype=dtype, **EVERY)
     inputs.arriving = torch.where(torch.arange(SIZES[0], device=DEVICE) < less, 0.0, inputs.arriving)
     memory, true = WAYS["two paths"], truth(inputs)
@@ -275,7 +275,7 @@ def test_where_there_is_nothing_to_do_nothing_is_written(laid: int, by_order: bo
 @pytest.mark.parametrize("count", [0, 1, 3000, 8192])
 def test_hidden_states_without_room_for_a_copy_are_taken_from_where_they_are(count: int) -> None:
     inputs = labelled(draw(8192, 1024, 9000, dtype=torch.bfloat16, device=DEVICE, bias=True), count)
-    memory = Memory(extra_mib=24, masked="skip")  # 16 MiB are the gradient beside its result, 16 would be the copy
+    memory = Memory(extra_mib=24, masked="skip")  # 16 MiB are the gradient less its result, 16 would be the copy
 
     seen, copied = (found(inputs, memory=each) for each in (memory, Memory(block_classes=512, masked="skip")))
 

@@ -3,7 +3,7 @@
 With `-s` the numbers behind the bounds are printed.
 """
 
-# ruff: noqa: T201 - what was measured
+# ruff: noqa: T201 - prints measurements
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# What it computes
+# Results
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -362,11 +362,11 @@ def test_a_device_that_is_not_the_current_one_can_be_used(memory: Memory) -> Non
     assert same(seen, expected)
 
 
-# What it takes
+# Memory
 
 
 def extra_mib(step: Callable[[], list[torch.Tensor]]) -> float:
-    """Return the MiB that a step takes at most, beside its results and what was there before."""
+    """Return the peak memory of a step in MiB, less its results and the memory allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -408,7 +408,7 @@ def test_a_step_takes_256_mib_at_most(sizes: tuple[int, int, int], reduction: st
     peaks = extra_peaks(sizes, Memory(), reduction)
 
     assert peaks["step"] <= 256
-    # A few numbers a token, beside a block that has the 256 MiB to itself.
+    # A few numbers a token, in addition to a block that has the 256 MiB to itself.
     assert max(peaks["forward"], peaks["evaluation"]) <= 256 + 4
 
 

@@ -21,14 +21,14 @@ SEQUENCE = ", sequence parallel"
 METHODS = ["recompute", "recompute, masked tokens skipped", "keep", "keep, masked tokens skipped"]
 WAYS = [f"{method}{way}" for method in METHODS for way in ("", SEQUENCE)]
 ROUNDING = {"bfloat16": 8e-3, "float32": 1e-4}
-"""What sums in another order may differ by, and in bfloat16 a result that is rounded once more."""
+"""Allowed difference of sums in another order, and in bfloat16 of a result that is rounded once more."""
 
 
 @pytest.fixture(
     scope="module", params=[(2, "bfloat16"), (2, "float32"), (4, "bfloat16")], ids=lambda each: "-".join(map(str, each))
 )
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what the ranks of one launch found."""
+    """Return the results of the ranks of one launch."""
     import torch
 
     size, dtype = request.param

@@ -39,8 +39,8 @@ def start(script: str, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def too_far(apart: dict[str, float]) -> dict[str, float]:
-    """Return what differs by more than rounding."""
-    return {what: by for what, by in apart.items() if not by < (SUMS if what == "parameters" else ROUNDING)}
+    """Return the tensors that differ by more than rounding."""
+    return {name: by for name, by in apart.items() if not by < (SUMS if name == "parameters" else ROUNDING)}
 
 
 def answer(process: subprocess.Popen[str]) -> Any:

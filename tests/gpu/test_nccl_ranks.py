@@ -1,7 +1,7 @@
 """Defects between ranks on real devices, over NCCL: wrong without the overlay, right with it, on CUDA tensors.
 
-What is measured is measured by the same scripts as on the CPU, in interpreters of their own. Needs megatron-core 0.19.2 or one
-that is as wrong, and one device, which ranks share where there are no more; see `forked_ranks`.
+The same scripts measure as on the CPU, in interpreters of their own. Needs megatron-core 0.19.2 or one with the same defects,
+and one device, which ranks share where there are no more; see `forked_ranks`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def variable(overlay: str) -> str:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """Run a script on ranks with devices, with its overlay or without it, and return what it says."""
+    """Run a script on ranks with devices, with its overlay or without it, and return its report."""
 
     def run(script: str, overlay: str, state: str, *words: str) -> Any:
         path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
@@ -39,11 +39,11 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         folder = tmp_path_factory.mktemp("ranks")
         given = [str(folder)] if script != "repeated_routers.py" else []
         command = [sys.executable, "-W", "ignore", str(SUPPORT / script), *given, *words]
-        said, told = folder / "said", folder / "told"
+        said, errors = folder / "said", folder / "errors"
         # Into files: compilers that Inductor leaves behind would hold pipes open.
-        with said.open("w") as out, told.open("w") as errors:
-            done = subprocess.run(command, env=env, stdout=out, stderr=errors, check=False, timeout=HANG_S)
-        assert done.returncode == 0, told.read_text()[-6000:]
+        with said.open("w") as out, errors.open("w") as err:
+            done = subprocess.run(command, env=env, stdout=out, stderr=err, check=False, timeout=HANG_S)
+        assert done.returncode == 0, errors.read_text()[-6000:]
         return json.loads(said.read_text().splitlines()[-1])  # NCCL may say its version before
 
     return run
@@ -57,7 +57,7 @@ def test_padded_documents_keep_to_themselves(facts: Facts) -> None:
         for row in rows.values():
             assert (row["wrong labels"], row["wrong masks"]) == (0, 0)
     losses = [*on["losses"].values(), *(row["loss"] for rank in on["two ranks"] for row in rank.values())]
-    assert max(each[what] for each in losses for what in ("weights apart", "activations apart")) < ROUNDING
+    assert max(each[of] for each in losses for of in ("weights apart", "activations apart")) < ROUNDING
     assert off["rows"]["padded"]["wrong labels"] > 0
     assert off["losses"]["padded"]["weights apart"] > 0.1
     for rank in off["two ranks"]:
@@ -107,7 +107,7 @@ def test_smoothed_losses_are_the_plain_ones_and_the_same_on_all_ranks(facts: Fac
 
 
 def layouts(found: Any, state: str) -> Iterator[tuple[str, str, float]]:
-    """Yield how far gradients are from the true ones, by context parallel ranks and by what a row is."""
+    """Yield how far gradients are from the true ones, by context parallel ranks and by the layout of a row."""
     rank = found["ranks"][0]
     for layout in rank.keys() - {"alone"}:
         for way, each in rank[layout][state].items():

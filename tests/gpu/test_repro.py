@@ -1,4 +1,4 @@
-"""Reproducers on a GPU: what the stamp says of it, and one case that launches compiled kernels."""
+"""Reproducers on a GPU: its description in the stamp, and one case that launches compiled kernels."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def assert_errors_are_those_of_torch(made: dict[str, Any]) -> None:
 
     true = results(reference.attend, made, torch.float64)
     plain = errors(results(reference.attend, made, None), true)
-    for what, error in errors(found, true).items():
-        assert error <= max(1.1 * plain[what], 1e-5), what
+    for tensor, error in errors(found, true).items():
+        assert error <= max(1.1 * plain[tensor], 1e-5), tensor
 
 
 @pytest.mark.parametrize("name", [*GRID, *LARGE])
@@ -97,8 +97,8 @@ def test_peaked_attention_is_rounded_no_more_than_pytorch_rounds_it(name: str) -
 
     true = results(reference.attend, made, torch.float64)
     plain = errors(results(in_dtype, made, None), true)
-    for what, error in errors(found, true).items():
-        assert error <= max(1.1 * plain[what], 1e-5), what
+    for tensor, error in errors(found, true).items():
+        assert error <= max(1.1 * plain[tensor], 1e-5), tensor
 
 
 @pytest.mark.parametrize("name", ["576 of 512", "16 heads"])
@@ -121,8 +121,8 @@ def test_quantized_keys_are_the_numbers_that_they_stand_for(
     found = results(function.attend, made, None)
 
     # Tiles may be of another size, so sums may be in another order.
-    for what, error in errors(found, as_opened(made)).items():
-        assert error <= (1e-5 if what == "lse" else 4e-3), what
+    for tensor, error in errors(found, as_opened(made)).items():
+        assert error <= (1e-5 if tensor == "lse" else 4e-3), tensor
 
 
 def test_each_bit_pattern_is_read_as_torch_reads_it() -> None:
@@ -157,8 +157,8 @@ def test_a_rerun_gives_the_same_bits(name: str) -> None:
 
     once, again = (results(function.attend, made, None) for _ in range(2))
 
-    for what, each in once.items():
-        assert torch.equal(each, again[what]), what
+    for tensor, each in once.items():
+        assert torch.equal(each, again[tensor]), tensor
 
 
 def test_a_step_is_captured_and_replayed_with_other_choices() -> None:

@@ -1,7 +1,7 @@
 """Keys as Transformer Engine stores them, on Hopper: values, gradients, no host synchronisation, and CUDA graphs.
 
-Its classes are those of 2.20.2 without their compiled half, so nothing but a wheel of it need be here; what the compiled
-half quantizes is read in `test_fp8_quantized_unwrap.py`.
+Its classes are those of 2.20.2 without their compiled half, so only a wheel of it is needed. `test_fp8_quantized_unwrap.py`
+reads tensors that the compiled half quantized.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 With `-s` the lengths and kinds are printed as they are done.
 """
 
-# ruff: noqa: T201 - what was done
+# ruff: noqa: T201 - prints the cases that were done
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TRAINED = {"4096 keys": (4096, 4096, 2048), "32768 keys": (4096, 32768, 2048)}
 """Rows, keys and how many are chosen."""
 
 
-def assert_right(scores: Any, k: int, what: str) -> None:
+def assert_right(scores: Any, k: int, label: str) -> None:
     """Hold both ways to write to sorting on the CPU, whose order of zeros and NaNs is not one of bits."""
     expected = [in_torch.choose(scores.cpu(), k, marked) for marked in (False, True)]
     found = [top_k.choose(scores, k, mark_infinite=marked).cpu() for marked in (False, True)]
-    print(f"{what}: {k} of {tuple(scores.shape)}")
+    print(f"{label}: {k} of {tuple(scores.shape)}")
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 

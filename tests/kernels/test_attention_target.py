@@ -95,7 +95,7 @@ def test_validity_is_what_its_parts_say(kind: str) -> None:
     assert torch.equal(found.of_rows(slice(2, 5)).expand(batch, -1, -1), expected[:, 2:5])
     places = torch.arange(keys)
     within = (places >= found.starts[..., None]) & (places < found.ends[..., None])
-    assert not (expected & ~within).any()  # what kernels pass over is not valid
+    assert not (expected & ~within).any()  # keys that kernels skip are not valid
 
 
 def test_bounds_of_a_mask_are_tight() -> None:
@@ -265,7 +265,7 @@ TENSOR_MEMORY = 512
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
-    """Return what each kernel needs, for each case."""
+    """Return the resources of each kernel, for each case."""
     return compiled_programs.needs("attention_target_targets.py", *COMPILED)
 
 
@@ -288,7 +288,7 @@ def test_one_program_answers_with_and_without_a_support(programs: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> dict[str, Any]:
-    """Return what `attention_target_facts.py` found."""
+    """Return the results of `attention_target_facts.py`."""
     pytest.importorskip("triton")
     return kept_answers.answer("attention_target_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
@@ -302,14 +302,14 @@ def test_kernels_are_as_close_as_float32_sums_are(facts: dict[str, Any], grid_si
     assert {name: share for name, share in facts["shares"].items() if not share <= 1} == {}
 
 
-@pytest.mark.parametrize("what", ["layouts", "spoilt", "nothing", "extremes"])
-def test_kernels_are_right_about(facts: dict[str, Any], what: str) -> None:
-    assert facts[what]
-    assert [name for name, is_right in facts[what].items() if not is_right] == []
+@pytest.mark.parametrize("aspect", ["layouts", "spoilt", "nothing", "extremes"])
+def test_kernels_are_right_about(facts: dict[str, Any], aspect: str) -> None:
+    assert facts[aspect]
+    assert [name for name, is_right in facts[aspect].items() if not is_right] == []
 
 
 def test_streaming_and_truth_agree_where_kernels_are_asked() -> None:
-    """The cases themselves: what the kernels are held to is not made of zeros."""
+    """Check the cases themselves: the expected values of the kernels are not all zeros."""
     for kind in VALID:
         query, key = inputs(1, *SIZES["odd"])
         valid = valid_of(kind, *SIZES["odd"][:3])

@@ -1,6 +1,6 @@
 """Products over the first rows, and rows that come first: on the CPU, in Triton's interpreter, compiled for Hopper.
 
-What they compute on a GPU is in tests/gpu.
+Their results on a GPU are tested in tests/gpu.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_without_a_row_there_is_no_program_and_the_sum_is_zero() -> None:
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> Any:
-    """Return what `bounded_products_facts.py` found. No kernel runs on a device."""
+    """Return the results of `bounded_products_facts.py`. No kernel runs on a device."""
     pytest.importorskip("triton")
     return kept_answers.answer("bounded_products_facts.py", grid_size, TRITON_INTERPRET="1")
 
@@ -217,7 +217,7 @@ def test_triton_adds_up_the_rows_that_count(facts: Any, grid_size: str) -> None:
 
 @pytest.fixture(scope="module")
 def programs() -> Any:
-    """Return what `bounded_products_targets.py` found: what each program needs on compute capability 9.0."""
+    """Return the results of `bounded_products_targets.py`: the resources of each program on compute capability 9.0."""
     return compiled_programs.needs("bounded_products_targets.py")["programs"]
 
 

@@ -180,7 +180,7 @@ def test_what_does_not_belong_together_is_refused(wrong: str) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Return what looks like a tensor on a host that pretends to have a device."""
+    """Return a class of fake tensors on a host that pretends to have a device."""
     pytest.importorskip("triton")
     chosen_keys._kernels.cache_clear()
     monkeypatch.setattr(measured, "_said", set())
@@ -229,7 +229,7 @@ def test_all_four_have_kernels_or_none_counts(hopper: Callable[..., Any]) -> Non
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> dict[str, Any]:
-    """Return what `chosen_keys_facts.py` found."""
+    """Return the results of `chosen_keys_facts.py`."""
     pytest.importorskip("triton")
     return kept_answers.answer("chosen_keys_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 

@@ -57,7 +57,7 @@ class Compiled:
 def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand for a device: its number, its stream, and how a descriptor is encoded for it."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *told: ("encoded", *map(str, told)))
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *given: ("encoded", *map(str, given)))
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: STREAM + device)
     monkeypatch.setattr(runtime, "_active", active, raising=False)
     monkeypatch.setattr(type(runtime), "active", property(lambda each: each._active), raising=False)
@@ -71,7 +71,7 @@ def values() -> list[Any]:
 
 
 def launcher(given: list[Any], recorder: Recorder) -> Any:
-    """Return what Triton calls to launch a program that takes these."""
+    """Return the function that Triton calls to launch a program with these arguments."""
     kinds = ["tensordesc<bf16[128, 64]>" if isinstance(each, TensorDescriptor) else "i32" for each in given]
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
     return driver.wrap_handle_tensordesc(
@@ -80,7 +80,7 @@ def launcher(given: list[Any], recorder: Recorder) -> Any:
 
 
 def of_triton(given: list[Any], number: int) -> tuple[Any, ...]:
-    """Return what Triton's own launch hands to its launcher, pointers as numbers."""
+    """Return the arguments that Triton's own launch passes to its launcher, pointers as numbers."""
     recorder = Recorder()
     compiled = Compiled(launcher(given, recorder))
     numbered = [number if place == PLACE else each for place, each in enumerate(given)]

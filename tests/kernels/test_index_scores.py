@@ -150,8 +150,8 @@ def test_random_numbers_are_as_close_as_float32_sums_are(
             *index_scores.gradients(grad, q, weights, k, use_relu),
         )
 
-    for what, (share, _) in roundings(found, grad, q, weights, k, use_relu).items():
-        assert share <= 1, what
+    for tensor, (share, _) in roundings(found, grad, q, weights, k, use_relu).items():
+        assert share <= 1, tensor
 
 
 def test_float64_inputs_are_computed_in_float32_as_upstream_does() -> None:
@@ -208,7 +208,7 @@ def test_a_rerun_gives_the_same_bits() -> None:
 
 
 class Memory(TorchDispatchMode):
-    """Watches what operators return: the largest tensor, and the most bytes of it that were alive at once."""
+    """Record of the results of operators: the largest tensor, and the most bytes that were alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,12 +408,12 @@ def test_a_compiler_is_told_the_shapes_dtypes_and_strides_that_come(layout: str,
     real = (index_scores.scores(q, weights, k), *index_scores.gradients(grad, q, weights, k))
 
     fakes = [each.to("meta") for each in (grad, q, weights, k)]
-    told = (index_scores.scores(*fakes[1:]), *index_scores.gradients(fakes[0], *fakes[1:]))
+    announced = (index_scores.scores(*fakes[1:]), *index_scores.gradients(fakes[0], *fakes[1:]))
 
     def described(tensor: torch.Tensor) -> Any:
         return tensor.dtype, tensor.shape, tensor.stride()
 
-    assert [described(each) for each in told] == [described(each) for each in real]
+    assert [described(each) for each in announced] == [described(each) for each in real]
 
 
 @pytest.mark.unmeasured
@@ -548,7 +548,7 @@ def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProce
 # Tensor cores, each in one interpreter of its own.
 
 
-# What runs: programs for real devices.
+# Programs compiled for real devices.
 
 
 COMPILED = {
@@ -567,7 +567,7 @@ TENSOR_MEMORY = 512
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
-    """Return what `index_scores_targets.py` found: for each case, what each kernel needs."""
+    """Return the results of `index_scores_targets.py`: for each case, the resources of each kernel."""
     return compiled_programs.needs("index_scores_targets.py", *COMPILED)
 
 
@@ -585,12 +585,12 @@ def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs:
     assert [each for each in needs if each["tensor_memory"] > TENSOR_MEMORY] == []
 
 
-# What it computes: Triton's interpreter, on the CPU.
+# Results in Triton's interpreter, on the CPU.
 
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> dict[str, Any]:
-    """Return what `index_scores_facts.py` found. No kernel runs on a device."""
+    """Return the results of `index_scores_facts.py`. No kernel runs on a device."""
     pytest.importorskip("triton")
     return kept_answers.answer("index_scores_facts.py", grid_size, TRITON_INTERPRET="1")
 

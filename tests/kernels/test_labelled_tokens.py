@@ -1,6 +1,6 @@
-"""Linear cross entropy over the tokens that have a label: what it skips, and that nothing else changes.
+"""Linear cross entropy over the tokens that have a label: the products that it skips, and unchanged results.
 
-On the CPU, in plain PyTorch; what Triton and the GPU make of it is in test_vocabulary_softmax and in tests/gpu.
+On the CPU, in plain PyTorch. Triton is tested in test_vocabulary_softmax, the GPU in tests/gpu.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def memory(request: pytest.FixtureRequest) -> Memory:
 
 def labelled(inputs: Inputs, count: int, seed: int = 0) -> Inputs:
     """Ignore all but so many tokens, anywhere."""
-    inputs.target[~inputs.alive] = 0  # what the draw ignored
+    inputs.target[~inputs.alive] = 0  # those that the draw ignored
     order = torch.randperm(len(inputs.target), generator=torch.Generator().manual_seed(seed))
     inputs.target[order[count:]] = IGNORED
     inputs.hidden, inputs.weight = inputs.hidden.contiguous(), inputs.weight.contiguous()
@@ -50,7 +50,7 @@ def close(seen: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(seen[name].double(), each.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-# What it computes
+# Results
 
 
 @settings(deadline=None)
@@ -204,7 +204,7 @@ def test_the_entry_for_megatron_skips_them_too(reduction: Any, monkeypatch: pyte
         torch.testing.assert_close(step()[name], each.float(), rtol=1e-5, atol=1e-5)
 
 
-# What it leaves out
+# Skipped tokens
 
 
 def test_the_last_block_stays_with_the_rows_of_labelled_tokens_alone() -> None:
@@ -270,7 +270,7 @@ def test_by_itself_a_process_looks_once_and_each_pass_skips_what_is_worth_it(
     first = rows_of(inputs, memory)
     second = rows_of(inputs, memory)
 
-    assert first[0] == 300  # nobody has looked
+    assert first[0] == 300  # no pass has looked at masks yet
     assert second == later
     assert rows_of(replace(inputs, target=inputs.target.clamp(min=0)), memory)[0] == 300
     close(found(inputs, memory=memory), truth(inputs))

@@ -384,7 +384,7 @@ def test_autocast_takes_hidden_states_and_weights_of_different_dtypes(
 
 
 def test_blocks_are_added_up_in_float32() -> None:
-    """100 blocks of 4 classes each: a sum that were rounded to bfloat16 after each would lose what float32 keeps."""
+    """100 blocks of 4 classes each: a sum rounded to bfloat16 after each block would lose bits that float32 keeps."""
     inputs = draw(64, 8, 400, dtype=torch.bfloat16, seed=7)
     true = truth(inputs)
 
@@ -562,7 +562,7 @@ def test_logits_are_not_kept_where_nobody_will_come_back_for_them(who: str) -> N
     assert shapes == [(6, 4), (6, 5)]
 
 
-# What autograd must know
+# Autograd
 
 
 @pytest.mark.parametrize("memory", WAYS)
@@ -676,7 +676,7 @@ def test_a_compiled_step_gives_the_same_bits(masked: str) -> None:
     assert all(map(torch.equal, compiled, outcome(step)))
 
 
-# What does not fit
+# Arguments that do not fit
 
 
 def fitting() -> dict[str, Any]:
@@ -752,7 +752,7 @@ def test_losses_can_be_scaled_by_the_probability_of_the_target(
     logits: torch.dtype | None,
     memory: Memory,
 ) -> None:
-    """Liger's token scaling, where the probability counts as a constant; its z-loss is told apart."""
+    """Liger's token scaling, where the probability counts as a constant; its z-loss is reported separately."""
     inputs = draw(9, 3, 8, seed=seed, bias=True, class_weight=class_weight, **terms)
     rows, alone = inputs.hidden.contiguous(), Group()
     layer = Layer(weight=inputs.weight, bias=inputs.bias, class_weight=inputs.class_weight, logits_dtype=logits)

@@ -85,7 +85,7 @@ def test_variables_say_how_much_and_what_becomes_of_logits_and_masked_tokens(say
 
 
 def test_a_variable_that_is_set_after_the_import_is_told_to_come_too_late(says: Callable[..., Any]) -> None:
-    """It was checked by nobody, and ranks have not compared it."""
+    """Such a value was never checked, and ranks have not compared it."""
     code = f"""
 import os, megacpp_overlays
 os.environ["{LINEAR_CE_LOGITS.name}"] = "keep"
@@ -170,7 +170,7 @@ def test_blocks_are_as_equal_as_multiples_of_256_classes_can_be(
 
 
 def test_the_default_at_the_size_of_a_model() -> None:
-    """8192 tokens of size 4096 in bfloat16, 131072 classes: 64 MiB are the sum in float32 beside its result."""
+    """8192 tokens of size 4096 in bfloat16, 131072 classes: 64 MiB are the sum in float32 less its result."""
     forward = Memory().classes_with(8192 * 2, 0, 131072)
     backward = Memory().classes_with(8192 * 2, 64 * MIB, 131072)
 
@@ -202,8 +202,8 @@ def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
     step = block_sizes.step_of(hidden, shard, Memory(masked=masked))
 
     copy = 0 if masked is Masked.COMPUTE or not copied else hidden.nbytes
-    beside = tokens * size * 4 + copy - hidden.nbytes  # the result comes when all of this is gone
-    assert beside + tokens * step * 2 <= 256 * MIB
+    others = tokens * size * 4 + copy - hidden.nbytes  # the result is allocated when all of this is freed
+    assert others + tokens * step * 2 <= 256 * MIB
     assert step >= 256
     assert block_sizes.copies(hidden, shard, Memory(masked=masked)) is copied
 
@@ -219,8 +219,8 @@ def test_a_rank_of_a_group_stays_within_its_memory_with_one_block_and_with_sever
     step = block_sizes.step_of(hidden, shard, memory)
 
     copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
-    beside = hidden.numel() * 4 + copy - hidden.nbytes
-    assert beside + 8192 * padded(step) * 2 <= 256 * MIB
+    others = hidden.numel() * 4 + copy - hidden.nbytes
+    assert others + 8192 * padded(step) * 2 <= 256 * MIB
     assert block_sizes.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
 
 
@@ -430,9 +430,9 @@ def test_masks_of_the_first_backward_pass_decide_for_all_later_ones(
     assert first is skips
     assert later == [skips, skips]
     assert memory.may_skip is skips
-    what = "skipped" if skips else "computed"
+    outcome = "skipped" if skips else "computed"
     assert [each.getMessage() for each in caplog.records] == [
-        f"linear cross entropy: {count} of 1000 tokens of the first backward pass have a gradient; the others are {what}, "
+        f"linear cross entropy: {count} of 1000 tokens of the first backward pass have a gradient; the others are {outcome}, "
         f"and {count} have a label; forward passes {'skip' if skips else 'compute'} the others"
     ]
 

@@ -31,7 +31,7 @@ def start(rank: int, ranks: int, meet: Path) -> WarmProcess:
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what every rank of a group found."""
+    """Return the results of every rank of a group."""
     ranks = request.param
     meet = tmp_path_factory.mktemp("ranks") / "meet"
     running = [start(rank, ranks, meet) for rank in range(ranks)]
@@ -54,7 +54,7 @@ def test_every_rank_has_the_results_of_one_process(reports: list[dict[str, Any]]
     for report in reports:
         case = report["cases"][name]
         assert case["problems"] == []
-        assert {what: error for what, error in case["errors"].items() if not error < limit} == {}
+        assert {tensor: error for tensor, error in case["errors"].items() if not error < limit} == {}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""The plain scan of packed documents, against the recurrence that it stands for, step by step, in float64."""
+"""The plain scan of packed documents, compared with the recurrence that it computes, step by step, in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inputs:
 
 
 def recurrence(given: Inputs) -> torch.Tensor:
-    """Return what a mixer computes of one document, token by token."""
+    """Return the output of a mixer for one document, computed token by token."""
     z, xbc, dt = given.zxbcdt.split([HEADS * DIM, given.weight.shape[0], HEADS], dim=-1)
     tokens = xbc.shape[1]
     padded = F.pad(xbc.transpose(1, 2), (WIDTH - 1, 0))

@@ -1,4 +1,4 @@
-"""Attention over chosen keys in packed rows: each document as if it were alone, whatever lies beside it."""
+"""Attention over chosen keys in packed rows: each document as if it were alone, whatever its neighbours are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def boundaries(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Te
 
 
 def row(documents: list[tuple[int, int]], padding: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a packed row is attended with; choices may be of no key, and what is behind the last document looks real."""
+    """Return the arguments of attention for a packed row. Choices may be of no key; rows of padding look like real ones."""
     generator = torch.Generator().manual_seed(3)
     queries, keys = (sum(each) for each in zip(*documents, strict=True))
     most = max(count for _, count in documents)
@@ -123,7 +123,7 @@ def test_nothing_is_asked_of_the_device() -> None:
 def test_what_does_not_belong_together_is_named(changes: dict[str, Any], says: str) -> None:
     made = row([(3, 4)], 0, torch.int32) | changes
 
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is what is tested
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is tested below
         packed.attend(**made)
 
     assert says in str(error.value)

@@ -1,7 +1,7 @@
-"""Blocks of classes that share the memory of one where few tokens count: which they are, and what they come to.
+"""Blocks of classes that share the memory of one where few tokens count: their division, and their results.
 
 On the CPU, in plain PyTorch, and with the passes in Triton's interpreter. Products in Triton are in
-test_bounded_products; what the GPU makes of it all is in tests/gpu.
+test_bounded_products; the GPU is tested in tests/gpu.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over keys that are stored as FP8 numbers with scales: blocks in PyTorch, operators, and what is refused.
+"""Attention over keys that are stored as FP8 numbers with scales: blocks in PyTorch, operators, and rejected arguments.
 
 Tensor cores are in `test_sparse_attention.py`, whose grid has quantized keys, too.
 """
@@ -47,7 +47,7 @@ def small(**changes: Any) -> dict[str, Any]:
     return made | {"key": dataclasses.replace(made["key"], **changes)}
 
 
-# What they stand for.
+# Dequantization.
 
 
 def test_each_bit_pattern_stands_for_its_number() -> None:
@@ -99,13 +99,13 @@ def test_bits_and_numbers_are_the_same_keys(dtype: torch.dtype) -> None:
 
     found = [results(function.attend, made | {"given": given | {"key": each}}, None) for each in (given["key"], bits)]
 
-    assert all(torch.equal(each, found[1][what]) for what, each in found[0].items())
+    assert all(torch.equal(each, found[1][tensor]) for tensor, each in found[0].items())
 
 
 @pytest.mark.parametrize("scales", ["all", "key", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_results_are_those_of_the_opened_keys_to_the_bit(dtype: torch.dtype, scales: str) -> None:
-    """A product of an FP8 number and its scale is rounded to the dtype of the query, as whoever dequantizes has it."""
+    """A product of an FP8 number and its scale is rounded to the dtype of the query, as dequantization rounds it."""
     given = inputs(SMALL._replace(dtype=dtype, dim=140, scales=scales))["given"]
     keys = dataclasses.replace(given["key"], scale=given["key"].scale * 1.2345)  # no few bits
     learner = torch.zeros(keys.data.shape, dtype=dtype, requires_grad=True)
@@ -137,7 +137,7 @@ def test_no_operator_returns_keys_that_were_opened_or_gathered_whole() -> None:
     made = inputs(Entry(queries, 1, 2, dim, keys, slots, 8, dtype=torch.bfloat16, scales="blocks"))
     given = made["given"]
     bits, scales = given["key"].data.view(torch.uint8), given["key"].scales()
-    # What is inside of an operator is hidden from a mode, so its insides are called.
+    # A dispatch mode does not see the inside of an operator, so the operator's own function is called.
     with mock.patch.object(in_torch, "_BLOCK_ELEMENTS", 8 * slots * dim), Watch():
         in_torch.forward(given["query"], bits, given["indices"], given["scale"], 8, None, None, scales)
 
@@ -224,7 +224,7 @@ def test_torch_compile_sees_one_graph() -> None:
         assert torch.equal(plain, compiled)
 
 
-# What is refused.
+# Rejected arguments.
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ COMPILED = ("16:576:512:0:1", "64:512:512:1:4", "64:640:640:0:5", "64:192:128:1:
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
-    """What `sparse_attention_targets.py` found."""
+    """Results of `sparse_attention_targets.py`."""
     return compiled_programs.needs("sparse_attention_targets.py", *COMPILED, MEGACPP_OVERLAYS="off")
 
 

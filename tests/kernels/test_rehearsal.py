@@ -1,4 +1,4 @@
-"""The fused linear cross entropy as Megatron calls it, run on the CPU: whoever divides once more, or not at all, is seen.
+"""The fused linear cross entropy as Megatron calls it, run on the CPU: it detects code that divides twice or not at all.
 
 On our stand-in for Megatron-LM dev, and on edits of it and of the entry that keep every name and every shape.
 """
@@ -90,7 +90,7 @@ def divided_twice(*given: Any) -> Any:
 
 
 def sums(hidden: Any, weight: Any, labels: Any, group: Any, reduction: Any, *more: Any) -> Any:
-    """Return what an entry that knows no mean returns: somebody else is to divide."""
+    """Return the results of an entry without a mean, whose caller has to divide."""
     return entry.forward_on_any_device(hidden, weight, labels, group, "none" if reduction == "none" else "sum", *more)
 
 
@@ -120,5 +120,5 @@ def with_every_token(hidden: Any, weight: Any, labels: Any, group: Any, reductio
 def test_an_entry_of_the_same_contract_and_other_numbers_is_seen(
     entries: dict[str, Callable[..., Any]], seen: str
 ) -> None:
-    """Each takes what an entry takes, and returns values of the same shapes."""
+    """Each takes the arguments of an entry, and returns values of the same shapes."""
     assert f"{seen} is not that of the logits" in rehearsed(upstream(), **entries)

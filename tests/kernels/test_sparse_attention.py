@@ -88,8 +88,8 @@ def test_peaked_attention_is_rounded_no_more_than_pytorch_rounds_it(name: str, d
 
     true = results(reference.attend, made, torch.float64)
     plain = errors(results(in_dtype, made, None), true)
-    for what, error in errors(found, true).items():
-        assert error <= max(1.1 * plain[what], 3e-7), what  # a few float32 numbers further
+    for tensor, error in errors(found, true).items():
+        assert error <= max(1.1 * plain[tensor], 3e-7), tensor  # a few float32 numbers further
 
 
 def test_of_a_row_that_one_key_has_to_itself_no_score_has_a_gradient() -> None:
@@ -186,7 +186,7 @@ def test_no_operator_returns_a_tensor_of_queries_heads_and_keys() -> None:
 
 @pytest.fixture(scope="module")
 def interpreted(grid_size: str) -> dict[str, Any]:
-    """What the kernels compute in Triton's interpreter, in a process of their own."""
+    """Results of the kernels in Triton's interpreter, in a process of their own."""
     return kept_answers.answer("sparse_attention_cases.py", "cpu", grid_size, TRITON_INTERPRET="1")
 
 
@@ -203,8 +203,8 @@ def test_kernels_are_as_close_to_the_truth_as_their_dtype_is(interpreted: dict[s
 
 @pytest.mark.parametrize("name", only(PEAKED, FEW))
 def test_kernels_round_peaked_attention_no_more_than_pytorch_does(interpreted: dict[str, Any], name: str) -> None:
-    for what, error in interpreted[name]["kernels"].items():
-        assert error <= max(1.1 * interpreted[name]["PyTorch"][what], 3e-7), what
+    for tensor, error in interpreted[name]["kernels"].items():
+        assert error <= max(1.1 * interpreted[name]["PyTorch"][tensor], 3e-7), tensor
 
 
 def test_kernels_keep_what_rounding_took_where_a_gradient_is_wanted(interpreted: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ def test_torch_compile_sees_one_graph() -> None:
 def test_what_does_not_belong_together_is_named(changes: dict[str, Any], says: str) -> None:
     made = inputs(Entry(3, 2, 2, 8, 6, 4, 5, dtype=torch.float32))["given"] | changes
 
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is what is tested
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is tested below
         function.attend(**made)
 
     assert says in str(error.value)

@@ -1,4 +1,4 @@
-"""Attention over chosen keys whose warps share out the work, compiled for Hopper on any host; what it computes is in tests/gpu."""
+"""Attention over chosen keys whose warps share out the work, compiled for Hopper on any host; its results are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DAILY = COMPILED[:1]
 
 @pytest.fixture(scope="module")
 def programs(grid_size: str) -> dict[str, Any]:
-    """What `sparse_attention_shared_work_targets.py` found."""
+    """Results of `sparse_attention_shared_work_targets.py`."""
     compiled = DAILY if grid_size == "few" else COMPILED
     return compiled_programs.needs("sparse_attention_shared_work_targets.py", *compiled, MEGACPP_OVERLAYS="off")
 
 
 @pytest.fixture(params=only(COMPILED, DAILY))
 def sharing(programs: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the kernels need whose warps share out the work."""
+    """Resources of the kernels whose warps share out the work."""
     return [each for each in programs[request.param] if each["kernel"] in {"attend_rows", "score_side"}]
 
 

@@ -65,11 +65,11 @@ def test_operands_fit_into_shared_memory(sizes: tuple[int, int], heads: int, sca
 def test_a_ring_fits_into_shared_memory(sizes: tuple[int, int], heads: int) -> None:
     parts = tiles.parts_of(*sizes)
     held = 2 * tiles.SPECIALISED_HEADS * parts.first
-    for ring, beside in ((tiles.forward_ring(parts, heads), held), (tiles.score_ring(parts, heads), 0)):
+    for ring, operands in ((tiles.forward_ring(parts, heads), held), (tiles.score_ring(parts, heads), 0)):
         if ring is not None:
             assert heads > tiles.FEW_HEADS
             assert ring.tiles >= 2
-            assert beside + 2 * ring.tiles * ring.slots * parts.channels <= SHARED_OF_HOPPER
+            assert operands + 2 * ring.tiles * ring.slots * parts.channels <= SHARED_OF_HOPPER
 
 
 @pytest.mark.parametrize("heads", [64, 128])

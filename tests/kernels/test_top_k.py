@@ -214,20 +214,20 @@ def test_hopper_can_run_what_is_taken_there(programs: dict[str, Any], case: str)
     keys, marked = map(int, case.split(":"))
     launches = (
         1 if keys <= top_k.LONGEST else 3
-    ) + marked  # stretches, lists of them and what is left; with bounds once more
+    ) + marked  # stretches, their lists, and the rest; with bounds once more
     assert [each["kernel"] for each in programs[case]] == ["choose_rows"] * launches * len(DTYPES)
     assert max(each["shared"] for each in programs[case]) <= DEVICES["H200"].shared_memory_per_block_optin
 
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
-    """Return what the kernel needs, for each case."""
+    """Return the resources of the kernel, for each case."""
     return compiled_programs.needs("top_k_targets.py", *CASES)
 
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> dict[str, Any]:
-    """Return what `top_k_facts.py` found."""
+    """Return the results of `top_k_facts.py`."""
     pytest.importorskip("triton")
     return kept_answers.answer("top_k_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
@@ -236,10 +236,10 @@ def test_the_interpreter_takes_the_kernel(facts: dict[str, Any]) -> None:
     assert facts["way"].endswith("top_k.in_triton")
 
 
-@pytest.mark.parametrize("what", ["kinds", "dtypes", "long_rows", "layouts", "nothing", "stretches", "bounds"])
-def test_the_kernel_is_right_about(facts: dict[str, Any], what: str) -> None:
-    assert facts[what]
-    assert [name for name, is_right in facts[what].items() if not is_right] == []
+@pytest.mark.parametrize("aspect", ["kinds", "dtypes", "long_rows", "layouts", "nothing", "stretches", "bounds"])
+def test_the_kernel_is_right_about(facts: dict[str, Any], aspect: str) -> None:
+    assert facts[aspect]
+    assert [name for name, is_right in facts[aspect].items() if not is_right] == []
 
 
 def test_the_cases_have_what_they_are_named_for() -> None:

@@ -1,6 +1,6 @@
 """Linear cross entropy where tokens may be left out: one way for all tokens, one for some, and only one that does anything.
 
-On the CPU, in plain PyTorch, and with the passes in Triton's interpreter; what the GPU makes of it is in tests/gpu.
+On the CPU, in plain PyTorch, and with the passes in Triton's interpreter; the GPU is tested in tests/gpu.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def close(seen: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(seen[name].double(), each.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-# What it computes
+# Results
 
 
 @settings(deadline=None, max_examples=20)
@@ -116,7 +116,7 @@ def test_where_nothing_is_masked_it_is_what_computing_all_gives(dtype: torch.dty
 
 @pytest.mark.parametrize("count", [200, TOKENS])
 def test_fewer_tokens_in_every_later_pass(count: int) -> None:
-    """The first of them finds what stayed from the forward pass, if that is of the way that it goes."""
+    """The first of them finds the logits that stayed from the forward pass, if they belong to the path that it takes."""
     inputs = labelled(count, bias=True)
     leaves = leaves_of(inputs)
 
@@ -185,7 +185,7 @@ def test_the_entry_for_megatron_goes_both_ways_too(count: int, less: int, monkey
     assert max(seen.values()) < HALVES[torch.bfloat16]
 
 
-# What it leaves out, and what it takes
+# Skipped products, and memory
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The passes over a block of logits: those in PyTorch against autograd, those in Triton against float64.
 
-Triton works in its interpreter, on the CPU. That its programs compile for the devices they are for is tested too; what
-they compute there is in tests/gpu.
+Triton works in its interpreter, on the CPU. The tests also compile its programs for their devices;
+their results there are tested in tests/gpu.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def test_pytorch_in_float32_agrees_with_float64(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def facts(grid_size: str) -> Any:
-    """Return what `vocabulary_softmax_facts.py` found. No kernel runs on a device."""
+    """Return the results of `vocabulary_softmax_facts.py`. No kernel runs on a device."""
     pytest.importorskip("triton")
     return kept_answers.answer("vocabulary_softmax_facts.py", grid_size, TRITON_INTERPRET="1")
 
@@ -232,7 +232,7 @@ def test_the_public_function_goes_through_triton_and_is_right(facts: Any) -> Non
 
 @pytest.fixture(scope="module")
 def programs() -> Any:
-    """Return what `vocabulary_softmax_targets.py` found: for each architecture, what each program needs."""
+    """Return the results of `vocabulary_softmax_targets.py`: for each architecture, the resources of each program."""
     return compiled_programs.needs("vocabulary_softmax_targets.py", *ARCHITECTURES)
 
 
