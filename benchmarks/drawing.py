@@ -28,8 +28,8 @@ def sheet(width: float, height: float, title: str, description: str, body: Itera
     Args:
         width: in pixels, without scaling.
         height: likewise.
-        title: what it is, for a screen reader and as a tooltip.
-        description: what it shows, in a sentence or two.
+        title: of the plot, for a screen reader and as a tooltip.
+        description: of its content, in a sentence or two.
         body: its elements; later ones are drawn over earlier ones.
     """
     return "\n".join(

@@ -23,7 +23,7 @@ class Progress:
         return time.perf_counter() - self._started
 
     def each(self, steps: Iterable[tuple[str, _Step]]) -> Iterator[_Step]:
-        """Yield steps, and say of each what it is before it begins."""
+        """Yield steps, and print the name of each before it begins."""
         every = list(steps)
         for number, (name, step) in enumerate(every, start=1):
             say(f"[{number}/{len(every)}] {name} ({self.seconds:.0f} s so far)")

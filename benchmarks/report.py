@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 NO_FIT = "does not fit"
-"""Said of what needs more memory than the device has."""
+"""Cell of a contestant that needs more memory than the device has."""
 
 Found = dict[str, Any]
-"""What a run measured, or a part of that, as it is kept in JSON."""
+"""Measurements of a run, or a part of them, as they are kept in JSON."""
 
 
 def main(description: str, markdown: Callable[[Found], str], svg: Callable[[Found], str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(description: str, markdown: Callable[[Found], str], svg: Callable[[Foun
 
 
 def keep(found: Found, path: Path | None) -> None:
-    """Write the numbers so far, if somebody wants them."""
+    """Write the numbers so far, if a file is given."""
     if path:
         path.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -41,7 +41,7 @@ def publish(
     markdown: Callable[[Found], str],
     svg: Callable[[Found], str] | None = None,
 ) -> None:
-    """Print the page, which may link the plot by its name, `plot`; write what the command line asks for."""
+    """Print the page, which may link the plot by its name, `plot`; write the files that the command line asks for."""
     text = markdown(found | {"plot": chosen.plot.name} if svg and chosen.plot else found)
     print(text)
     if chosen.write:
@@ -62,7 +62,7 @@ def whole(title: str, found: Found, lines: Iterable[str]) -> str:
 
 
 def source(found: Found, *more: str) -> list[str]:
-    """Return when, where and with what it was measured; what else is to be said comes after the host."""
+    """Return the lines on date, host, versions and duration; further lines come after the host."""
     host, versions = found["host"], found["versions"]
     return [
         f"- Date: {found['date']}",

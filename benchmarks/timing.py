@@ -84,7 +84,7 @@ def settle(device: str) -> None:
 
 
 def clear(device: str) -> None:
-    """Give back what nobody holds."""
+    """Free unused memory, on the device too."""
     import torch
 
     gc.collect()
@@ -127,14 +127,14 @@ def race(
         contestants: stages by name.
         device: cuda or cpu.
         rounds: how often each has its turn.
-        burst_ms: how long a turn lasts at least. Its first call is not counted when there are others: it finds in the
-            cache what another contestant left there.
+        burst_ms: how long a turn lasts at least. Its first call is not counted when there are others: it finds the
+            cache as another contestant left it.
         before_each: runs before every call, out of the time that is taken; its work is on the device's queue.
         limit_s: after this many seconds no round is begun; three are run always.
 
     Returns:
         By name: the medians `ms`, of all stages together, and `stages`, of each, with the number of `calls`; or None
-        for what does not fit into the device's memory.
+        for one that does not fit into the device's memory.
     """
     prepare = before_each or (lambda: None)
     calls = {}
@@ -167,7 +167,7 @@ _HEAD_START_CYCLES = 10_000_000
 
 
 def occupy(device: str) -> None:
-    """Keep the device busy for some milliseconds, so that what is handed over meanwhile begins without a gap."""
+    """Keep the device busy for some milliseconds, so that work enqueued meanwhile begins without a gap."""
     import torch
 
     if device != "cpu":
@@ -200,7 +200,7 @@ def host_ms(stages: Stages, device: str) -> float:
 
 
 def extra_mib(stages: Stages, device: str) -> float | None:
-    """Return the peak of device memory above what was held before, in MiB; None on a CPU, or where it does not fit."""
+    """Return the peak of device memory above the memory held before, in MiB; None on a CPU, or where it does not fit."""
     import torch
 
     if device == "cpu" or not fits(stages, device):  # the first run fills workspaces that stay
@@ -214,5 +214,5 @@ def extra_mib(stages: Stages, device: str) -> float | None:
 
 
 def mib(*tensors: Any) -> float:
-    """Return what tensors take, in MiB."""
+    """Return the size of tensors, in MiB."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20

@@ -1,4 +1,4 @@
-"""The page and the plot of what run.py measured. Standard library only, so that any host can make them again.
+"""The page and the plot of the measurements of run.py. Standard library only, so that any host can make them again.
 
 python benchmarks/dsa_lengths/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
@@ -26,7 +26,7 @@ def markdown(found: Found) -> str:
 
 
 def section(found: Found) -> Iterator[str]:
-    """Yield what was trained, how fast, and how memory grows."""
+    """Yield the description of the model, a table of times and memory, and the growth of memory."""
     size = found["size"]
     yield from [
         "Written by `benchmarks/dsa_lengths/run.py`. A HybridModel of Megatron with one layer of absorbed latent attention that is sparse, hidden size "

@@ -36,12 +36,12 @@ def svg(found: Found) -> str:
     return sheet(WIDTH, HEIGHT, TITLE, f"{said}.", body)
 
 
-def points(runs: list[Found], what: str, unit: float) -> dict[str, list[tuple[float, float]]]:
-    """Return for each way what was measured at which length."""
+def points(runs: list[Found], column: str, unit: float) -> dict[str, list[tuple[float, float]]]:
+    """Return for each way the pairs of length and measurement, by length."""
     found: dict[str, list[tuple[float, float]]] = {}
     for each in runs:
-        if each[what]:
-            found.setdefault(each["way"], []).append((each["tokens"], each[what] / unit))
+        if each[column]:
+            found.setdefault(each["way"], []).append((each["tokens"], each[column] / unit))
     return {name: sorted(each) for name, each in found.items()}
 
 

@@ -47,7 +47,7 @@ RATE = 3e-4
 
 
 def main() -> None:
-    """Train at each length, print the page, and keep what is asked for."""
+    """Train at each length, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     base = QUICK_SIZE if chosen.quick else SIZE
     found: dict[str, Any] = {

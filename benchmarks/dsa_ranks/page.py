@@ -1,4 +1,4 @@
-"""The page of what run.py measured. Standard library only, so that any host can make it again.
+"""The page of the measurements of run.py. Standard library only, so that any host can make it again.
 
 python benchmarks/dsa_ranks/page.py FILE.json [--write FILE.md]
 """
@@ -34,7 +34,7 @@ def markdown(found: Found) -> str:
 
 
 def section(found: Found) -> Iterator[str]:
-    """Yield what was trained, how fast, with how much memory, and how near gradients are to those of one rank."""
+    """Yield the description of the model, tables of times and memory, and how near gradients are to those of one rank."""
     size = found["size"]
     yield from [
         "Written by `benchmarks/dsa_ranks/run.py`, in one launch for each number of ranks. The model and its training are those of "

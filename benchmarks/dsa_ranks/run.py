@@ -49,7 +49,7 @@ RATE = 3e-4
 
 
 def main() -> None:
-    """Launch every number of ranks that fits this host, print the page, and keep what is asked for."""
+    """Launch every number of ranks that fits this host, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     if chosen.rank:
         one_rank(chosen)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def launch(ranks: int, chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Run all ranks under torchrun and take what the first one left, also of a launch that fails half-way."""
+    """Run all ranks under torchrun and read the results of the first one, also of a launch that fails half-way."""
     with tempfile.TemporaryDirectory() as folder:
         kept, said = Path(folder, "found.json"), Path(folder, "said.txt")
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -96,7 +96,7 @@ def launch(ranks: int, chosen: argparse.Namespace, found: dict[str, Any]) -> Non
 
 
 def one_rank(chosen: argparse.Namespace) -> None:
-    """Be one rank: compare gradients, then train at each length; the first rank keeps what was found so far."""
+    """Be one rank: compare gradients, then train at each length; the first rank keeps the results so far."""
     on_gpu = chosen.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -146,7 +146,7 @@ def compared(size: Size, way: Way, start: dict[str, torch.Tensor], place: Place)
 
 
 def keep(found: dict[str, Any], chosen: argparse.Namespace, place: Place) -> None:
-    """Write what was found so far, on the first rank."""
+    """Write the results so far, on the first rank."""
     if place.rank == 0:
         part = chosen.rank.with_suffix(".part")
         part.write_text(json.dumps(found))

@@ -112,7 +112,7 @@ def in_order(found: dict[str, torch.Tensor], size: Size, device: str) -> dict[st
 
 
 def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return by parameter the norm of the difference over the norm of what is expected."""
+    """Return by parameter the norm of the difference over the norm of the expected gradient."""
     return {name: float((found[name] - each).norm() / each.norm()) for name, each in expected.items()}
 
 

@@ -1,4 +1,4 @@
-"""The page and the plot of what run.py measured. Standard library only, so that any host can make them again.
+"""The page and the plot of the measurements of run.py. Standard library only, so that any host can make them again.
 
 python benchmarks/dsa_training/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
@@ -27,7 +27,7 @@ def markdown(found: Found) -> str:
 
 
 def section(found: Found) -> Iterator[str]:
-    """Yield what was trained, how fast, and how far runs are apart."""
+    """Yield the description of the model, a table of times, and the differences of runs."""
     size, ways = found["size"], found["ways"]
     yield from [
         "Written by `benchmarks/dsa_training/run.py`. A HybridModel of Megatron with "
@@ -36,7 +36,7 @@ def section(found: Found) -> Iterator[str]:
         f"{size['indexer_heads']} heads of {size['indexer']} channels that learns by its sparse loss,",
         f"{size['chosen']} of {size['tokens']} keys chosen; one document of {size['tokens']} tokens a step, AdamW in float32 with a "
         f"learning rate of {found['rate']:g}, the same weights and documents for all.",
-        "Stock is megatron-core without an overlay and with `dsa_kernel_backend=none`; what is not said to be float32 is bfloat16. The "
+        "Stock is megatron-core without an overlay and with `dsa_kernel_backend=none`; ways that are not marked float32 are bfloat16. The "
         "same function with the",
         "channels of hidden states in another order rounds otherwise. Milliseconds are medians of the later half of the steps, ways one after another; memory is above",
         "weights and optimizer.",
@@ -50,9 +50,9 @@ def section(found: Found) -> Iterator[str]:
             "",
             f"Called under overlays: {', '.join(f'`{name}` {count} times' for name, count in called.items())}.",
         ]
-    for base, what in ((TRUTH, "stock in float32"), (STOCK, "stock in bfloat16")):
+    for base, label in ((TRUTH, "stock in float32"), (STOCK, "stock in bfloat16")):
         if base in ways:
-            yield from ["", f"Relative differences from {what}, over {len(ways[base]['losses'])} steps:", ""]
+            yield from ["", f"Relative differences from {label}, over {len(ways[base]['losses'])} steps:", ""]
             yield from table(APART, differences(ways, base))
     if verdict := judged(ways):
         yield from ["", verdict]
@@ -72,8 +72,8 @@ def differences(ways: Found, base: str) -> Iterator[tuple[str, ...]]:
         if name == base:
             continue
         cells = []
-        for what in ("losses", "grad_norms"):
-            each = apart(one[what], ways[base][what])
+        for series in ("losses", "grad_norms"):
+            each = apart(one[series], ways[base][series])
             cells += [f"{max(each):.1e}", f"{sum(each) / len(each):.1e}"]
         yield name, *cells
 

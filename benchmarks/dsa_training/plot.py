@@ -77,5 +77,5 @@ def apart(numbers: list[float], others: list[float]) -> list[float]:
 
 
 def described(ways: Found) -> str:
-    """Return what the plot shows, in a sentence."""
+    """Return a description of the plot, in a sentence."""
     return "Last losses: " + ", ".join(f"{name} {one['losses'][-1]:.4f}" for name, one in ways.items()) + "."

@@ -42,7 +42,7 @@ DISTRIBUTIONS = ("triton", "megatron-core", "tilelang")
 
 
 def main() -> None:
-    """Train, print the page, and keep what is asked for."""
+    """Train, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     found: dict[str, Any] = {
         **timing.about(chosen.device, *DISTRIBUTIONS),

@@ -35,7 +35,7 @@ class Size:
     latent: int
     """Channels of a value, which a key has, too."""
     rotary: int
-    """Channels that a key has beside these."""
+    """Channels that a key has in addition to these."""
     query: int
     """Channels of the compressed query; not as many as `hidden`."""
     indexer_heads: int
@@ -73,7 +73,7 @@ WAYS = (
 
 
 def runs_here(way: Way, size: Size, device: str) -> bool:
-    """Return whether what a way needs is installed, and takes the size."""
+    """Return whether the backend of a way is installed, and takes the size."""
     if way.backend == "none":
         return True
     takes = device == "cuda" and (size.latent + size.rotary, size.latent) == (576, 512)
@@ -148,7 +148,7 @@ def model(size: Size, way: Way, device: str, ranks: int = 1) -> Any:
 
 
 def weights(size: Size, device: str) -> dict[str, torch.Tensor]:
-    """Return what every way begins with: normal numbers that bfloat16 holds, ones in norms."""
+    """Return the initial weights of every way: normal numbers that bfloat16 holds, ones in norms."""
     generator = torch.Generator(device).manual_seed(1)
     made = model(size, STOCK, device)
     found = {}

@@ -1,4 +1,4 @@
-"""The page and the plot of what index_scores.py measured. Standard library only, so that any host can make them again.
+"""The page and the plot of the measurements of index_scores.py. Standard library only, so that any host can make them again.
 
 python benchmarks/index_scores/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
@@ -38,7 +38,7 @@ def markdown(found: Found) -> str:
         "# Index scores of DeepSeek Sparse Attention",
         "",
         "Written by `benchmarks/index_scores/run.py`, in one run. bfloat16 inputs. Medians of contestants that take turns;",
-        "memory is the peak above what was held before the call, results included, in MiB. `before` is megatron-core as",
+        "memory is the peak above the memory held before the call, results included, in MiB. `before` is megatron-core as",
         "it is, `after` the same with the overlay active. Float32 products are float32, not TF32, as is torch's default.",
         "",
         "![Time and memory, before and after](index_scores.svg)",
@@ -82,11 +82,11 @@ def times(before: float | None, after: float | None) -> str:
     return f"{before / after:.1f} x" if before and after else "-"
 
 
-# --- what was asked --------------------------------------------------------------------------------------------
+# --- goals ---------------------------------------------------------------------------------------------------
 
 
 def goals(found: Found) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what was asked for, what was found, and whether that is enough."""
+    """Yield the goal, the measurement, and whether it is enough."""
     for each in found.get("forward", ()):
         where, rows = f"forward, {size(each['shape'])}", each["rows"]
         kernel = rows["kernel"]
@@ -132,7 +132,7 @@ def goals(found: Found) -> Iterator[tuple[str, str, str, str]]:
 
 
 SAID = "not asked, said all the same"
-"""What is said of a number that has no limit."""
+"""Verdict on a number that has no limit."""
 STEP_SHAPE = {"queries": 4096, "keys": 4096, "batch": 8, "heads": 32, "dim": 128}
 STEP_HEADS, STEP_MS, STEP_MATRICES = 16, 50, 6
 """Where a step is asked for its time, main heads included; and how many float32 score matrices it may hold anywhere."""
@@ -161,7 +161,7 @@ def goal(where: str, asked: str, seen: str, reached: bool) -> tuple[str, str, st
 
 
 def accuracy(where: str, ours: Found, theirs: Found) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the row that compares errors, norm over norm, and where the largest one stands out, that one too."""
+    """Yield the row that compares errors, norm over norm, and the largest one if it is an outlier."""
     seen = {kind: f"{ours[kind]:.1e} (upstream {theirs[kind]:.1e})" for kind in ours}
     yield goal(where, "error <= 2 x upstream's", seen["norm"], ours["norm"] <= 2 * theirs["norm"])
     if ours["max"] > 2 * theirs["max"]:
@@ -218,8 +218,8 @@ def forward(each: Found) -> list[str]:
     if top := each.get("top_k"):
         lines += [
             "",
-            f"Top-{top['topk']}: {top['rows_that_differ']} of {top['rows']} rows choose other keys than upstream. What they "
-            f"trade differs by at most {top['largest_gap']:.1f} roundings, the scores themselves by at most "
+            f"Top-{top['topk']}: {top['rows_that_differ']} of {top['rows']} rows choose other keys than upstream. The "
+            f"traded keys' scores differ by at most {top['largest_gap']:.1f} roundings, the scores themselves by at most "
             f"{top['largest_difference']:.1f}. A rounding is 2^-24 of the sum of the magnitudes that a score adds up.",
         ]
     return lines

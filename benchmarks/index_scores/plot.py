@@ -1,4 +1,4 @@
-"""The plot of what index_scores.py measured: time and memory, before and after, on a log scale, as SVG."""
+"""The plot of the measurements of index_scores.py: time and memory, before and after, on a log scale, as SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, LEFT, RIGHT = 960, 330, 150
 ROW, BAR, GAP, PANEL = 46, 15, 3, 66
 
 Bars = list[tuple[str, float | None, float | None]]
-"""Label, before, after; None for what was not measured or did not fit."""
+"""Label, before, after; None for a number that was not measured or did not fit."""
 
 
 def svg(found: dict[str, Any]) -> str:
@@ -37,7 +37,7 @@ def svg(found: dict[str, Any]) -> str:
 
 
 def described(panels: list[tuple[str, Bars]]) -> str:
-    """Return what the plot shows, in sentences."""
+    """Return a description of the plot, in sentences."""
     sentences = ["Pairs of bars on a log scale, the longest first: upstream, and with the overlay."]
     for title, bars in panels:
         ratios = [before / after for _, before, after in bars if before and after]
@@ -80,7 +80,7 @@ def bars_of(found: dict[str, Any], kind: str) -> Bars:
 
 
 def indexer_half(one: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the milliseconds of the gradients of q, weights and k: before, what is not the loss half; after, the kernels."""
+    """Return the milliseconds of the gradients of q, weights and k: before, all but the loss half; after, the kernels."""
     loss, before = one["rows"]["loss half"]["ms"], one["rows"].get("before", {}).get("ms")
     after: float | None = one["rows"].get("kernel half", {}).get("ms")
     return before - loss if before and loss else None, after

@@ -1,12 +1,12 @@
-"""Index scores of DSA before and after: Megatron's einsum beside the kernels, in one run on one GPU.
+"""Index scores of DSA before and after: Megatron's einsum and the kernels, in one run on one GPU.
 
     python benchmarks/index_scores/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     python benchmarks/index_scores/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
 `before` is the installed Megatron-Core as it is: its module is loaded a second time, from its file, where no overlay
 sees it. `after` is the same module with the overlay active. Contestants take turns, so all of them see the same clocks;
-times are medians. Memory is the peak above what was held before the call, results included. What does not fit into the
-GPU's memory is said, not skipped. page.py makes page and plot of the JSON again, on any host.
+times are medians. Memory is the peak above the memory held before the call, results included. A contestant that does not
+fit into the GPU's memory is reported, not skipped. page.py makes page and plot of the JSON again, on any host.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SECTIONS = {each.__name__: each for each in (forward, autograd, manual, step, la
 
 
 def main() -> None:
-    """Measure, print the page, and keep what is asked for."""
+    """Measure, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     torch.manual_seed(0)
     before, after = megatron()

@@ -34,14 +34,14 @@ LARGER_THAN_L2 = 256 << 20
 
 
 def forward(bench: Bench, shape: Shape) -> dict[str, Any]:
-    """Scores alone: times with a warm and a cold cache, rate beside a matrix product, memory, accuracy, top-k."""
+    """Scores alone: times with a warm and a cold cache, rate compared with a matrix product, memory, accuracy, top-k."""
     inputs = bench.inputs(shape)
     functions = ways(bench)
     contestants: Contestants = {name: (lambda way=way: way(*inputs),) for name, way in functions.items()}
     compiles(bench, contestants)
     products, flops = matrix_products(bench, shape)
     flops |= dict.fromkeys(contestants, shape.flops)
-    # What runs on tensor cores races apart: among the others it would rest between its turns, and be faster.
+    # Contestants on tensor cores race apart: among the others they would rest between their turns, and be faster.
     fast = {"kernel": contestants["kernel"], **products}
     slow = {name: stages for name, stages in contestants.items() if name not in fast}
     scratch = torch.empty(1 if bench.device == "cpu" else LARGER_THAN_L2, dtype=torch.int8, device=bench.device)

@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass
 class Bench:
-    """What every section measures with, and where its rows go."""
+    """Settings of every section, and the results."""
 
     device: str
     quick: bool
@@ -81,7 +81,7 @@ class Bench:
         )
 
     def rows(self, contestants: Contestants, **options: Any) -> dict[str, dict[str, Any]]:
-        """Return time and memory of each; `ms` is None for what does not fit."""
+        """Return time and memory of each; `ms` is None for one that does not fit."""
         times = self.race(contestants, **options)
         nothing = {"ms": None, "stages": None, "calls": 0}
         return {
@@ -101,7 +101,7 @@ def copy_of(module: ModuleType) -> ModuleType:
 
 def ways(bench: Bench) -> dict[str, Callable[..., Any]]:
     """Return the functions from q, weights and k to the scores."""
-    upstream = bench.before._compute_index_scores  # noqa: SLF001 - it is what is measured
+    upstream = bench.before._compute_index_scores  # noqa: SLF001 - the measured function
     return {
         "upstream": upstream,
         "head by head": head_by_head,
@@ -156,7 +156,7 @@ def autograd_contestants(bench: Bench, shape: Shape) -> tuple[Contestants, list[
 
 
 def loss_inputs(bench: Bench, shape: Shape, heads: int) -> dict[str, Any]:
-    """Return what the fused indexer loss takes, by name: random inputs, a causal mask, one rank."""
+    """Return the arguments of the fused indexer loss, by name: random inputs, a causal mask, one rank."""
     q, weights, k = bench.inputs(shape)
     blocked = torch.full((shape.queries, shape.keys), -torch.inf, device=bench.device)
     return {

@@ -12,7 +12,7 @@ COMPUTED, KEPT_COMPUTED = f"{OURS}, masked tokens computed", f"{KEPT}, masked to
 SKIPPED, KEPT_SKIPPED = f"{OURS}, told to skip", f"{KEPT}, told to skip"
 APART = f"{SKIPPED}, one block of classes at a time"
 SETTINGS = frozenset((COMPUTED, KEPT_COMPUTED, SKIPPED, KEPT_SKIPPED, APART))
-"""Ours with another setting, which changes nothing about what it can do."""
+"""Ours with another setting, which does not change its options."""
 ENTRY = "ours, as Megatron calls it"
 THREE, FOUR = "three products", "four products"
 EAGER, COMPILED = "PyTorch", "torch.compile"
@@ -30,19 +30,21 @@ OF_PRODUCTS = (
     (COMPUTED, "none, masked tokens computed", FOUR),
     (KEPT_COMPUTED, "logits kept, masked tokens computed", THREE),
 )
-"""Ways that run, what they do, and the products that they are held to."""
+"""Ways that run, their description, and the products that they are compared with."""
 TIMES_AS_FAST = {LIGER: 1.3, EXACT: 2.0}
 
 Goal = tuple[str, str, str, str]
 
 
 def goals(found: Found) -> Iterator[Goal]:
-    """Yield where, what was asked for, what was found, and whether that is enough."""
+    """Yield the place, the goal, the measurement, and whether it is enough."""
     for each in found.get("none", ()):
         where, rows = size(each["shape"]), each["rows"]
-        for name, what, floor in OF_PRODUCTS:
+        for name, description, floor in OF_PRODUCTS:
             if name in rows:
-                yield from at_most(f"{where}, {what}", f"<= {OF_FLOOR} x the {floor}", rows, name, floor, OF_FLOOR)
+                yield from at_most(
+                    f"{where}, {description}", f"<= {OF_FLOOR} x the {floor}", rows, name, floor, OF_FLOOR
+                )
         for peer, times in TIMES_AS_FAST.items():
             yield from faster(f"{where}, none", rows, peer, times)
         yield from memory(f"{where}, none", rows[OURS])
@@ -60,7 +62,7 @@ def goals(found: Found) -> Iterator[Goal]:
 
 
 def of_labelled(each: Found) -> Iterator[Goal]:
-    """Yield the rows on a batch some of whose tokens have a label: time beside the products over those, and memory."""
+    """Yield the rows on a batch some of whose tokens have a label: time compared with the products over those, and memory."""
     rows = each["rows"]
     where = f"{size(each['shape'])}, {each['labelled']} tokens labelled"
     for name, floor in ((OURS, FOUR), (SKIPPED, FOUR), (KEPT_SKIPPED, FOUR), (KEPT_SKIPPED, THREE)):

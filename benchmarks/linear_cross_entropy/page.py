@@ -1,4 +1,4 @@
-"""The page and the plot of what linear_cross_entropy.py measured. Standard library only, so any host can make them.
+"""The page and the plot of the measurements of linear_cross_entropy.py. Standard library only, so any host can make them.
 
 python benchmarks/linear_cross_entropy/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
@@ -24,7 +24,7 @@ ACCURACY = {
     "dW, largest": ("weight", "max"),
     "dW, from PyTorch's": ("weight from plain", "norm"),
 }
-"""Columns of the tables of errors: what of, and how measured."""
+"""Columns of the tables of errors: the gradient, and the measure."""
 LABELLED = (
     "Where some tokens alone have a label, the floors are products over these. Peers get these alone, too, selected",
     "before the call, which waits for the device; ours gets all tokens, and leaves the others out by itself.",
@@ -41,13 +41,13 @@ def markdown(found: Found) -> str:
         "",
         "Written by `benchmarks/linear_cross_entropy/run.py`, in one run. bfloat16, forward and backward; medians of",
         "contestants that take turns. Sizes are tokens x hidden size x vocabulary. `none` is a loss for each token, with",
-        "random weights in the backward pass, half of them zero. Extra memory is the peak above what was held before,",
+        "random weights in the backward pass, half of them zero. Extra memory is the peak above the memory held before,",
         "less the results (losses and the two gradients). The floors are bare cuBLAS products on the same matrices:",
         "logits, gradient of the hidden states, gradient of the weight; four where the logits are computed twice.",
         "They compute all tokens. Ours skips those without a gradient in the backward pass if a quarter of them has none,",
-        "and can be quicker than its floor; what it takes where it computes all is a row of its own, and so is, in the",
-        "tables of the mean, what skipping takes where there is nothing to skip. Where all logits fit into the memory of a",
-        "block, as at 4096 x 2048 x 32000, keeping them is the same code as recomputing: what differs there is noise.",
+        "and can be quicker than its floor. Its time where it computes all is a row of its own, and so is, in the",
+        "tables of the mean, the time of skipping where there is nothing to skip. Where all logits fit into the memory of a",
+        "block, as at 4096 x 2048 x 32000, keeping them is the same code as recomputing: differences there are noise.",
         *(LABELLED if found.get("labelled") else ()),
         "",
         f"![Time against extra memory]({found.get('plot', 'linear_cross_entropy.svg')})",
@@ -93,7 +93,7 @@ def errors_of(found: Found, shape: Found, reduction: str) -> Found:
 
 
 def contract(found: Found) -> list[str]:
-    """Return the table of who computes a loss for each token, and what else a way can do."""
+    """Return the table of ways that compute a loss for each token, and of their options."""
     each = next(iter(found.get("accuracy", ())), None)
     if each is None:
         return []
@@ -109,12 +109,12 @@ def contract(found: Found) -> list[str]:
     head = ("", "a loss for each token under a mask", *OPTIONS)
     lines = ["", f"## Contract, found at {size(each['shape'])}", ""]
     lines += ["Gradients under a random mask are right if they are within 5% of those in float64, norm over norm. The"]
-    lines += ["other columns are what the signatures offer; nothing there was tried.", ""]
+    lines += ["other columns are the options of the signatures; they were not tried.", ""]
     return [*lines, *table(head, rows())]
 
 
 def verdict(row: Found) -> str:
-    """Return what came of a loss for each token."""
+    """Return the verdict on a loss for each token."""
     if not row:
         return "not offered"
     if "failed" in row:
@@ -202,7 +202,7 @@ def accuracy(each: Found) -> list[str]:
 
 
 def absent(found: Found) -> list[str]:
-    """Return the list of what could not be measured."""
+    """Return the list of ways that could not be measured."""
     lines = [f"- {name}: {why}" for name, why in found.get("absent", {}).items()]
     for each in found.get("accuracy", ()):
         for reduction in ("none", "mean"):

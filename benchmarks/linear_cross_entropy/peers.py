@@ -1,7 +1,7 @@
 """The peers that the benchmark of linear cross entropy races with, each imported from a folder of its own.
 
-A folder is ROOT/PEER/site-packages, as unpack.py makes it; what has none is taken from where this
-Python runs. A peer that cannot be imported is a reason, never an exception.
+A folder is ROOT/PEER/site-packages, as unpack.py makes it; a peer without one is taken from the environment of this
+Python. A peer that cannot be imported gives a reason, never an exception.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Absent(Exception):  # noqa: N818 - it is a state of affairs
 
 
 def load(chosen: list[str], root: Path, device: str) -> tuple[list[Way], dict[str, str], dict[str, str]]:
-    """Return the ways of the chosen peers and of ourselves, what cannot be had with the reason, and versions.
+    """Return the ways of the chosen peers and of ourselves, the absent peers with the reason, and versions.
 
     The order matters: liger-kernel 0.8.1 as it is comes before this package is imported, because afterwards it would
-    be repaired; and of the two releases the one that was imported last stays importable, for what it imports later.
+    be repaired; and of the two releases the one that was imported last stays importable, for its later imports.
     """
     ways: list[Way] = plain()
     absent: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The plot of what linear_cross_entropy.py measured: milliseconds as bars, the shortest first, each with its extra memory, as SVG."""
+"""The plot of the measurements of linear_cross_entropy.py: milliseconds as bars, the shortest first, each with its extra memory, as SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from report import Found
 WIDTH, LEFT, RIGHT = 1000, 290, 300
 ROW, BAR, HEAD, PANEL = 24, 15, 84, 74
 OURS = ("ours", "ours, logits kept", "liger-kernel 0.8.1 with the overlay")
-"""Which of ours are shown: what a user gets, the switch that matters, and the overlay in the place where people are."""
+"""Ours that are shown: the default, the setting that matters most, and the overlay on the release that is in use."""
 
 
 class Measured(NamedTuple):
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """What was measured of one shape."""
+    """Measurements of one shape."""
 
     of: str
     each: Found
@@ -64,7 +64,7 @@ def svg(found: Found) -> str:
 
 
 def described(panels: list[Panel]) -> str:
-    """Return what the plot shows, in sentences."""
+    """Return a description of the plot, in sentences."""
     sentences = ["Bars of milliseconds, the shortest first, one panel for each shape."]
     for of, _, bars in panels:
         ours = next((one for one in bars if one.kind == "ours"), None)

@@ -1,12 +1,12 @@
-"""Linear cross entropy on one GPU: our kernel, its peers and the matrix products that nobody can avoid, in one run.
+"""Linear cross entropy on one GPU: our kernel, its peers and the matrix products that no way can avoid, in one run.
 
     python benchmarks/linear_cross_entropy/run.py [--peers-at FOLDER] [--json FILE] [--write FILE.md] [--plot FILE.svg]
     python benchmarks/linear_cross_entropy/run.py --sections labelled --shape 8192x4096x131072    ignored tokens alone
     python benchmarks/linear_cross_entropy/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
 Contestants take turns, so all of them see the same clocks; times are medians of forward and backward. Extra memory is
-the peak above what was held before, less the results: losses and the two gradients. A peer that is not here, does not
-run or refuses is a row with the reason. unpack.py fills the folder of the peers (`make bench-gpu`
+the peak above the memory held before, less the results: losses and the two gradients. A peer that is not installed, does
+not run or refuses is a row with the reason. unpack.py fills the folder of the peers (`make bench-gpu`
 does all of it), page.py makes page and plot of the JSON again, on any host.
 """
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Measure, print the page, and keep what is asked for."""
+    """Measure, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     progress = Progress()
     ways, absent, versions = load(chosen.peers, chosen.peers_at.resolve(), chosen.device)
@@ -91,7 +91,7 @@ def timing_clear(found: dict[str, Any], device: str) -> None:
 
 def arguments() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description="Linear cross entropy beside its peers and its floor, on one GPU.")
+    parser = argparse.ArgumentParser(description="Linear cross entropy, its peers and its floor, on one GPU.")
     parser.add_argument("--json", type=Path, help="keep every number in this file, section by section")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
     parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")

@@ -37,7 +37,7 @@ LARGER_THAN_L2 = 256 << 20
 
 @dataclass
 class Bench:
-    """What every section measures with."""
+    """Settings of every section."""
 
     device: str
     quick: bool
@@ -49,7 +49,7 @@ class Bench:
     """Whether plain PyTorch runs compiled, too."""
     notes: list[str]
     failed: dict[Shape, set[tuple[str, str]]] = field(default_factory=dict)
-    """Names and reductions of what failed at a shape, and does not race there."""
+    """Names and reductions of ways that failed at a shape, and do not race there."""
     compiled: dict[Shape, list[Way]] = field(default_factory=dict)
 
     def ways_at(self, shape: Shape, reduction: str) -> list[Way]:
@@ -89,7 +89,7 @@ class Plain:
 
 
 def accuracy_of(bench: Bench, shape: Shape, way: Way, data: Data, true: Any, plain: Plain) -> dict[str, Any]:
-    """Return the errors of one way, and how far its gradients are from those of plain PyTorch; or what it raises."""
+    """Return the errors of one way, and how far its gradients are from those of plain PyTorch; or its exception."""
     key = (way.name, way.reduction)
     if key in bench.failed[shape]:
         return {"failed": "as before"}

@@ -60,7 +60,7 @@ def truth(
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of what is expected; the former where the latter is 0."""
+    """Return the norm of the difference over the norm of the expected value; the former where the latter is 0."""
     expected = expected.double()
     whole = torch.linalg.vector_norm(expected).item()
     apart = torch.linalg.vector_norm(found.double() - expected).item()
@@ -72,7 +72,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Truth:
-    """What is right, in float64."""
+    """The right results, in float64."""
 
     losses: Any
     of_x: Any
@@ -110,7 +110,7 @@ def from_plain(gradients: tuple[Any, Any], plain: tuple[Any, Any]) -> dict[str, 
 
 
 def rounded(true: Truth, dtype: Any) -> dict[str, dict[str, float]]:
-    """Return the errors of what is right once it is rounded to the dtype of the gradients: nobody can have less."""
+    """Return the errors of the right results after rounding to the dtype of the gradients, the least possible ones."""
     return errors(true.losses.float(), (true.of_x.to(dtype), true.of_weight.to(dtype)), true)
 
 

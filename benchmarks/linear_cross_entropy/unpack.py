@@ -3,8 +3,8 @@
     python benchmarks/linear_cross_entropy/unpack.py FOLDER WHEELS...
 
 WHEELS are folders with wheels; a wheel may lie there in pieces, NAME.whl.0, NAME.whl.1 and so on, in any of them. A peer
-ends up in FOLDER/PEER/site-packages. The folder has to be called that: quack-kernels takes what lies elsewhere for its
-users' own code, looks into it, and refuses what it finds in nvidia-cutlass-dsl.
+ends up in FOLDER/PEER/site-packages. The folder needs that name: quack-kernels takes code elsewhere for its
+users' own, inspects it, and rejects the code of nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PEERS = {
     "cute": ("nvidia_cutlass_dsl", "apache_tvm_ffi-", "torch_c_dlpack_ext-", "protobuf-"),
     "cuda": ("cuda_bindings-", "cuda_pathfinder-"),
 }
-"""Beginnings of the names of the wheels of each peer. `cute` and `cuda` are what others need."""
+"""Beginnings of the names of the wheels of each peer. Others need `cute` and `cuda`."""
 
 
 def main() -> None:
-    """Unpack what is there and say what is not."""
+    """Unpack the wheels of each peer, and print the peers that have none."""
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     target, *places = map(Path, sys.argv[1:])

@@ -49,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Data:
-    """Leaves, labels, and what arrives at the losses in the backward pass."""
+    """Leaves, labels, and the gradients of the losses in the backward pass."""
 
     x: Any
     weight: Any
@@ -70,7 +70,7 @@ class Way:
     loss: Callable[[Any, Any, Any], Any]
     """From x, weight and target."""
     options: frozenset[str] = field(default_factory=frozenset)
-    """What it can do, of OPTIONS."""
+    """Its options, of OPTIONS."""
 
     def stages(self, data: Data) -> timing.Stages:
         """Return forward and backward."""
@@ -234,7 +234,7 @@ def labelled_alone(data: Data) -> Data:
 
 
 def selecting(way: Way) -> Way:
-    """Return a way that hands the labelled tokens alone to another one, and takes the mean of what it gives."""
+    """Return a way that passes the labelled tokens alone to another one, and takes the mean of its losses."""
 
     def loss(x: Any, weight: Any, target: Any) -> Any:
         kept = (target != IGNORED).nonzero().squeeze(1)  # waits for the device
@@ -245,7 +245,7 @@ def selecting(way: Way) -> Way:
 
 
 def skipping() -> list[Way]:
-    """Return the kernel of this package told to skip and told to compute, and as it comes, for batches with ignored tokens."""
+    """Return the kernel of this package with `skip`, with `compute`, and with `auto`, for batches with ignored tokens."""
     from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 
     ways = []
@@ -255,7 +255,7 @@ def skipping() -> list[Way]:
     return [*ways, way(APART, "mean", Memory(masked="skip", panels=1))]
 
 
-# --- what a way can do, by its signature -----------------------------------------------------------------------
+# --- options of a way, by its signature ------------------------------------------------------------------------
 
 OPTIONS = {
     "ignore_index": {"ignore_index"},

@@ -1,4 +1,4 @@
-"""The page and the plot of what linear_cross_entropy_ranks.py measured. Standard library only, so that any host can make it again.
+"""The page and the plot of the measurements of linear_cross_entropy_ranks.py. Standard library only, so that any host can make it again.
 
 python benchmarks/linear_cross_entropy_ranks/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
@@ -33,10 +33,10 @@ def section(found: Found) -> list[str]:
         "NVLink multicast off. Times are medians of forward and backward of the slowest rank, in milliseconds; all",
         "contestants take turns, and a call begins when all ranks are there. `floor` is the time of the products of one",
         "shard that the way cannot avoid, four with recomputed logits and three with kept ones, measured in the same",
-        "race on all ranks at once; they compute all tokens, so what skips the masked ones can be quicker. `one shard by",
+        "race on all ranks at once; they compute all tokens, so ways that skip the masked ones can be quicker. `one shard by",
         "itself` is the work of a rank without any collective. Memory is the peak above inputs, losses and gradients.",
         "",
-        "![Milliseconds of each way beside the products of a shard](linear_cross_entropy_ranks.svg)",
+        "![Milliseconds of each way and of the products of a shard](linear_cross_entropy_ranks.svg)",
     ]
     for size, each in found["sizes"].items():
         lines += ["", f"## TP={size}"]
@@ -100,7 +100,7 @@ def method_of(name: str) -> str:
 
 
 def overlap(size: int, each: Found) -> Iterator[str]:
-    """Yield in words what the collectives cost, beside what they take by themselves."""
+    """Yield in words the cost of the collectives, compared with their time by themselves."""
     whole = {row["name"]: row["ms"] for row in each["times"]}
     alone = {row["name"]: row["ms"] for row in each["collectives"] if "two numbers" not in row["name"]}
     methods = [name.removeprefix(SHARD) for name in whole if name.startswith(SHARD)]

@@ -11,7 +11,7 @@ WIDTH, LEFT, RIGHT, ROW, BAR, TOP, HEAD = 1000, 400, 150, 24, 15, 112, 36
 
 
 def svg(found: Found) -> str:
-    """Return the plot: what ranks of a group take, not what one does by itself."""
+    """Return the plot: times of the ranks of a group, not of one by itself."""
     panels = [(size, bars_of(size, each["times"])) for size, each in found["sizes"].items() if each.get("times")]
     shape = found["shape"]
     source = f"{found['host'].get('gpu', 'no GPU')}, {found['backend']}, {found['date']}"
@@ -63,7 +63,7 @@ def bars_of(size: str, rows: list[Found]) -> list[tuple[str, float, float]]:
 
 
 def described(panels: list[tuple[str, list[tuple[str, float, float]]]]) -> str:
-    """Return what the plot shows, in sentences."""
+    """Return a description of the plot, in sentences."""
     sentences = ["Bars of milliseconds, one panel for each size of the group."]
     sentences += [
         f"{size} ranks: {', '.join(f'{name} {ms(taken)}' for name, taken, _ in bars)}." for size, bars in panels

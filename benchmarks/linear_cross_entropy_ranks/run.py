@@ -51,7 +51,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 def main() -> None:
-    """Launch every size that fits this host, print the page, and keep what is asked for."""
+    """Launch every size that fits this host, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     if chosen.rank:
         one_rank(chosen)
@@ -92,7 +92,7 @@ def arguments() -> argparse.Namespace:
 
 
 def about(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return date, host, versions and what was asked for."""
+    """Return date, host, versions and the settings of the run."""
     found = timing.about(chosen.device)
     if chosen.device != "cpu":
         found["host"]["gpus"] = torch.cuda.device_count()
@@ -120,7 +120,7 @@ def cannot(size: int, chosen: argparse.Namespace) -> str | None:
 
 
 def launch(size: int, chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Run all ranks under torchrun and take what rank 0 left, also of a launch that fails half-way."""
+    """Run all ranks under torchrun and read the results of rank 0, also of a launch that fails half-way."""
     with tempfile.TemporaryDirectory() as folder:
         kept, said = Path(folder, "found.json"), Path(folder, "said.txt")
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
@@ -132,7 +132,7 @@ def launch(size: int, chosen: argparse.Namespace, found: dict[str, Any]) -> None
             running = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
             def follow(shown: int) -> int:
-                """Pass on what rank 0 said since, and keep what it found; return how much it has said."""
+                """Print the new lines of rank 0, and keep its results; return how many lines it has printed."""
                 lines = [each for each in said.read_text().splitlines() if each.startswith(SAID)]
                 for each in lines[shown:]:
                     say(f"   {each.removeprefix(SAID)}")
@@ -149,7 +149,7 @@ def launch(size: int, chosen: argparse.Namespace, found: dict[str, Any]) -> None
 
 
 def wait(running: subprocess.Popen[bytes], limit_s: float, follow: Callable[[int], int]) -> str | None:
-    """Wait for the agent and follow what it says; return what went wrong. It ends its ranks when it is asked to end."""
+    """Wait for the agent and follow its output; return the error, if any. On SIGTERM the agent ends its ranks."""
     deadline, shown, code = time.perf_counter() + limit_s, 0, None
     while code is None and time.perf_counter() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,7 +167,7 @@ def wait(running: subprocess.Popen[bytes], limit_s: float, follow: Callable[[int
 
 
 def one_rank(chosen: argparse.Namespace) -> None:
-    """Be one rank: measure section by section; the first keeps what was found so far."""
+    """Be one rank: measure section by section; the first keeps the results so far."""
     device = torch.device("cpu")
     if chosen.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

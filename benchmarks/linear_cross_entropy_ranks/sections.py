@@ -81,13 +81,13 @@ def options(place: Place, problem: Problem) -> list[dict[str, Any]]:
     return rows
 
 
-# --- what it costs ---------------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------------------
 
 
 def times(place: Place, problem: Problem, rounds: int) -> list[dict[str, Any]]:
-    """Return time and memory of each way beside the products that it cannot avoid, the slowest rank of each.
+    """Return time and memory of each way and of the products that it cannot avoid, the slowest rank of each.
 
-    A shard by itself is the work of a rank without the others: what collectives cost is the difference.
+    A shard by itself is the work of a rank without the others: the difference is the cost of collectives.
     """
     contestants = {way.said(place): way.stages(problem, place) for way in (*ALONE, *PARALLEL)}
     shard = replace(
@@ -177,7 +177,7 @@ def graphs(place: Place, problem: Problem, other: Problem, rounds: int) -> list[
 def captured(
     work: Callable[[], tuple[torch.Tensor, ...]], place: Place
 ) -> Iterator[tuple[Callable[[], Any], tuple[torch.Tensor, ...]]]:
-    """Capture the work; yield what replays it, and its results. On a CPU the work is run instead."""
+    """Capture the work; yield the function that replays it, and its results. On a CPU the work is run instead."""
     if place.device.type == "cpu":
         results = work()
 

@@ -32,7 +32,7 @@ class Place:
         return whole.chunk(self.size)[self.rank]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each rank gives."""
+        """Return the values of all ranks."""
         found = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of the whole problem, and the gradient that arrives at each token: a random mask over what it keeps."""
+    """Inputs of the whole problem, and the gradient of each token's loss: a random mask over the tokens that are not ignored."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -122,7 +122,7 @@ class Way:
         return backward(forward())
 
     def part(self, whole: tuple[torch.Tensor, ...], place: Place) -> tuple[torch.Tensor, ...]:
-        """Return what this rank should find, of losses and gradients of the whole problem."""
+        """Return the expected results of this rank: its part of the losses and gradients of the whole problem."""
         losses, hidden, *rest = whole
         shares = [place.share(each) for each in rest]
         return losses, place.share(hidden) if self.sequence else hidden, *shares

@@ -1,4 +1,4 @@
-"""The page and the plot of what linear_cross_entropy_step.py measured. Standard library only, so that any host can make it again.
+"""The page and the plot of the measurements of linear_cross_entropy_step.py. Standard library only, so that any host can make it again.
 
 python benchmarks/linear_cross_entropy_step/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """

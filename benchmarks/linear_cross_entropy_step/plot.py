@@ -16,11 +16,11 @@ def svg(found: Found) -> str:
     bars = [(name, row) for name, row in found.get("times", {}).items() if row and not name.endswith(", alone")]
     size = found["size"]
     source = f"{found['host'].get('gpu', 'no GPU')}, torch {found['versions']['torch']}, {found['date']}"
-    what = f"{found.get('parameters', 0) / 1e9:.1f} billion parameters, {size['batch']} x {size['sequence']} tokens, vocabulary {size['vocabulary']}"
+    model = f"{found.get('parameters', 0) / 1e9:.1f} billion parameters, {size['batch']} x {size['sequence']} tokens, vocabulary {size['vocabulary']}"
     body = [
         text(20, 30, TITLE, size=18, weight=600),
         text(
-            20, 52, f"{source}; {what}. Milliseconds; shorter is faster." if bars else f"{source}. No step was timed."
+            20, 52, f"{source}; {model}. Milliseconds; shorter is faster." if bars else f"{source}. No step was timed."
         ),
     ]
     across = 20.0
@@ -39,7 +39,7 @@ def svg(found: Found) -> str:
 
 
 def said(found: Found, name: str, row: Found) -> list[str]:
-    """Return what stands beside a bar: the step, its loss alone, and its peak of memory."""
+    """Return the labels of a bar: the step, its loss alone, and its peak of memory."""
     words = [f"{ms(row['ms'])} ms"]
     if alone := found["times"].get(f"{name}, alone"):
         words.append(f"loss {ms(alone['ms'])}")
@@ -50,7 +50,7 @@ def said(found: Found, name: str, row: Found) -> list[str]:
 
 
 def described(bars: list[tuple[str, Found]]) -> str:
-    """Return what the plot shows, in a sentence."""
+    """Return a description of the plot, in a sentence."""
     if not bars:
         return "No step was timed."
     numbers = ", ".join(f"{name} {ms(row['ms'])}" for name, row in bars)

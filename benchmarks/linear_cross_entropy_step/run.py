@@ -1,4 +1,4 @@
-"""A whole training step of a Megatron model with four ways to have its loss: what the loss is worth where it is used.
+"""A whole training step of a Megatron model with four ways to compute its loss: the effect of the loss where it is used.
 
     python benchmarks/linear_cross_entropy_step/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     TRITON_INTERPRET=1 python benchmarks/linear_cross_entropy_step/run.py --device cpu --quick
@@ -44,11 +44,11 @@ from tiny_training import process_group
 SIZE = Size(layers=8, hidden=4096, heads=32, sequence=4096, batch=2, vocabulary=131072)
 QUICK_SIZE = Size(layers=2, hidden=32, heads=2, sequence=24, batch=2, vocabulary=96)
 NOT_OURS_MIB = 3072
-"""What CUDA, its libraries and gaps between blocks take of the device's memory, about; the guess need not be exact."""
+"""Memory of the device for CUDA, its libraries and gaps between blocks; an estimate, which need not be exact."""
 
 
 class Bench:
-    """One model, and what is measured with it."""
+    """One model, and its measurements."""
 
     def __init__(self, chosen: argparse.Namespace, device: torch.device) -> None:
         self.chosen = chosen
@@ -77,7 +77,7 @@ class Bench:
         return {way: self.peak(way, self.batch) for way in self.chosen.ways}
 
     def peak(self, way: str, batch: Batch) -> dict[str, Any]:
-        """Return the peak of a step, and what is held between steps, in MiB."""
+        """Return the peak of a step, and the memory held between steps, in MiB."""
         above = timing.extra_mib(self.training.stages(way, batch), self.device.type)
         held = 0 if self.device.type == "cpu" else torch.cuda.memory_allocated() / 2**20
         return {"held_mib": held, "step_mib": above}
@@ -122,7 +122,7 @@ SECTIONS: dict[str, Callable[[Bench], Any]] = {
 
 
 def main() -> None:
-    """Measure, print the page, and keep what is asked for."""
+    """Measure, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     device = torch.device(chosen.device, *([0] if chosen.device == "cuda" else []))
     found = about(chosen)

@@ -104,7 +104,7 @@ def build(size: Size, device: torch.device) -> Float16Module:
     """Return the model on the device, inside the real Float16Module.
 
     All layers are the demo's attention layer, with its own core, torch's scaled_dot_product_attention. Its state space
-    layer is a float32 stand-in that is quadratic in the sequence: it would be most of the step and is nobody's kernel.
+    layer is a float32 stand-in that is quadratic in the sequence: it would be most of the step, and no library has such a kernel.
     """
     config = TransformerConfig(
         num_layers=size.layers,

@@ -47,7 +47,7 @@ def page(found: dict[str, list[float]]) -> str:
     least, median = (pick(found["the seam, counting"]) - pick(found["the seam"]) for pick in (min, statistics.median))
     return "\n".join(
         [
-            "# What counting the calls of a seam costs",
+            "# Cost of counting the calls of a seam",
             "",
             f"Written by `make bench`. {ROUNDS} rounds of {CALLS:,} calls with one argument by position and one by name.",
             "",

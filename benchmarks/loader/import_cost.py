@@ -1,7 +1,7 @@
 """Cost of importing this package against other packages that work at import, and of overlays at the import of their targets.
 
     make bench                                     in the lane that has all of them, and writes import_cost.md
-    python benchmarks/loader/import_cost.py               in any environment; what is not installed is left out
+    python benchmarks/loader/import_cost.py               in any environment; packages that are not installed are left out
 
 Every number is the median of fresh processes. Rounds take the statements in turn, so that a slow moment of the host
 hits all of them.
@@ -31,7 +31,7 @@ from megacpp_overlays.source.trees import InstalledTree
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "import_cost.md"
 NEUTRAL = RESULT.parent.resolve()
-"""Where the measured processes start: from the checkout they would import the checkout, not what is installed."""
+"""Working directory of the measured processes: in the checkout they would import it, not the installed package."""
 
 OVER_WRAPT_MS = 25
 PROBES_MS = 150
@@ -46,7 +46,7 @@ VERSIONS = (
 
 # ddtrace would talk to an agent; that is no cost of importing it.
 QUIET = {"DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false", "MEGACPP_OVERLAYS_LOG": "logging"}
-# Without bytecode on disk each process would compile what it imports, and coverage would trace it: neither is ours.
+# Without bytecode on disk each process would compile its imports, and coverage would trace them: neither is our cost.
 NOT_OURS = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 
 SETTLE = """
@@ -100,7 +100,7 @@ print(json.dumps(spent))
 
 @dataclass(frozen=True)
 class Settled:
-    """What the overlays of one target did at its import. Times are medians, in milliseconds."""
+    """Cost and decisions of the overlays of one target at its import. Times are medians, in milliseconds."""
 
     target: str
     decisions: tuple[str, ...]
@@ -119,7 +119,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What processes took, in milliseconds: the medians of processor time and wall clock, and the least of the latter."""
+    """Times of processes, in milliseconds: the medians of processor time and wall clock, and the least of the latter."""
 
     cpu: float
     wall: float
@@ -146,7 +146,7 @@ def process(code: str) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this process and those that it starts on one core: what moves between cores finds their caches cold."""
+    """Keep this process and those that it starts on one core: after a move between cores caches are cold."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -159,7 +159,7 @@ def one_core() -> Iterator[None]:
 
 
 def starts(rounds: int, statements: Sequence[str]) -> dict[str, Cost]:
-    """Return what each statement costs."""
+    """Return the cost of each statement."""
     for code in statements:
         process(code)  # the first run compiles bytecode and fills the file cache
     runs: dict[str, list[tuple[float, float]]] = {code: [] for code in statements}
@@ -253,7 +253,7 @@ def starts_table(costs: dict[str, Cost], rounds: int) -> str:
 
 
 def targets_table(all_settled: list[Settled], rounds: int) -> str:
-    """Return the table of what the hooks add to their targets."""
+    """Return the table of the cost that the hooks add to their targets."""
     rows = [
         f"| `{s.target}` | {', '.join(s.decisions)} | {s.torch:.0f} | {s.imported:.0f} | {s.probe:.1f} | {s.sweep:.1f} "
         f"| {s.settle:.1f} | {s.settle / s.imported:.1%} | {s.settle / (s.imported + s.torch):.1%} | {s.modules} |"
@@ -275,7 +275,7 @@ def targets_table(all_settled: list[Settled], rounds: int) -> str:
 
 
 def launcher_text(targets: Sequence[str], rounds: int) -> str:
-    """Return what one process pays that imports all targets in turn, as a launcher of a large model does."""
+    """Return the cost of one process that imports all targets in turn, as a launcher of a large model does."""
     settle_once(*targets)
     runs = [settle_once(*targets) for _ in range(rounds)]
     torch, imported, probes, hooks = (
@@ -285,7 +285,7 @@ def launcher_text(targets: Sequence[str], rounds: int) -> str:
         [
             "## A launcher that imports all of them",
             "",
-            f"One process, in turn; what probes found in these releases is written down. {rounds} rounds. Torch takes {torch:.0f} ms and the",
+            f"One process, in turn; the findings of probes about these releases are recorded. {rounds} rounds. Torch takes {torch:.0f} ms and the",
             f"targets {imported:.0f} ms. All hooks together take {hooks:.1f} ms, {hooks / (torch + imported):.1%} of both.",
             "",
             f"Budget, all probes together: {budget(probes, PROBES_MS)}.",

@@ -39,14 +39,14 @@ def _pair(folder: Path, size: Size, device: Any, saved: str, loaded: str, distri
     _through_files(place / "whole", first, first, optimizer=True, load=False)
     before = _exempt(first)
     row: dict[str, Any] = {"in the files": _dtype_in(place / "whole")}
-    for what, optimizer in (("model", False), ("model and optimizer", True)):
+    for part, optimizer in (("model", False), ("model and optimizer", True)):
         try:
-            _through_files(place / what.replace(" ", "-"), first, other, optimizer=optimizer, load=True)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - however loading fails is what is measured
-            row[what] = f"fails: {str(error).strip().splitlines()[-1].partition(': [')[0][:160]}"
+            _through_files(place / part.replace(" ", "-"), first, other, optimizer=optimizer, load=True)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the failure is the measurement
+            row[part] = f"fails: {str(error).strip().splitlines()[-1].partition(': [')[0][:160]}"
             continue
         after = _exempt(other)
-        row[what] = (
+        row[part] = (
             "same bits" if _same(before, after) else "rounded" if _same(_rounded(before), after) else "other values"
         )
         if optimizer:

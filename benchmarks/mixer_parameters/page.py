@@ -1,4 +1,4 @@
-"""The page of what mixer_parameters.py measured. Standard library only."""
+"""The page of the measurements of mixer_parameters.py. Standard library only."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _rounding(found: Found) -> list[str]:
         "## Rounding alone, in float64 on the CPU",
         "",
         f"A decay rate exp(A_log), for {decay['heads']} heads as Megatron draws them, moves by {decay['rate, root mean square']:.2%}",
-        f"(root mean square), {decay['rate, largest']:.2%} at most. Of what a state would have kept, that is at most",
+        f"(root mean square), {decay['rate, largest']:.2%} at most. The remainder of a state moves by at most",
         f"{decay['left of a state, largest']:.2%} of its first value, after about one time constant. It does not grow with the length.",
         "",
-        "Relative error (root mean square) of the outputs of a recurrence, beside what rounding its inputs does:",
+        "Relative error (root mean square) of the outputs of a recurrence, compared with that from rounding its inputs:",
         "",
         *table(titles, rows),
         "",
         f"Updates: {updates['steps']} steps of Adam with learning rate {updates['learning rate']:g} move A_log by {updates['moved in fp32']:.3f}. The",
-        "half-precision optimizers of Megatron keep an fp32 copy of what is cast, so these steps arrive in both ways. With",
+        "half-precision optimizers of Megatron keep an fp32 copy of cast parameters, so these steps arrive in both ways. With",
         f"`cast` the forward pass uses the copy rounded, off by at most {updates['used value off by, largest']:.4f}, and sees {updates['changes of a used value']:.0f} changes of it",
-        f"in those steps. Without fp32 copies, which is nobody's way here, it would have moved by {updates['moved without fp32 copies']:.3f}.",
+        f"in those steps. Without fp32 copies, which no mode here uses, it would have moved by {updates['moved without fp32 copies']:.3f}.",
         "",
     ]
 
@@ -58,7 +58,7 @@ def _training(found: Found) -> list[str]:
         f"Two Mamba-2 layers, one of attention, an MLP; hidden size {size['hidden']}, {size['heads']} heads, state {size['state']}, {size['batch']} sequences of",
         f"{size['length']} tokens whose second half repeats the first. Every mode starts from the same numbers and sees the same",
         f"data, for {found['steps']} steps of Adam with learning rate 1e-3; fp32 is the reference. `kept again` is a second run of",
-        "`kept`, compared with the first: what two runs differ by on their own.",
+        "`kept`, compared with the first: the difference of two equal runs.",
         "",
     ]
     for when, title in (
@@ -112,7 +112,7 @@ def _checkpoints(rows: list[Found]) -> list[str]:
         "## Checkpoints",
         "",
         "Saved in one mode and loaded in another, through files of Megatron's dist_checkpointing. `model` loads the",
-        "parameters alone. The columns say what becomes of A_log and D.",
+        "parameters alone. The columns show A_log and D after loading.",
         "",
         *table(
             ["optimizer", "saved", "loaded", *keys],

@@ -1,8 +1,8 @@
 """Effects of rounding A_log and D to bf16 on a state-space recurrence, in float64 on the CPU.
 
 decay      how far a decay rate moves, for the values that Megatron's constructor draws
-outputs    how far the outputs of a whole recurrence move, beside what rounding its inputs to bf16 does anyway
-updates    what an optimizer with fp32 copies loses (nothing but the rounding at use), and one without them
+outputs    how far the outputs of a whole recurrence move, compared with the effect of rounding its inputs to bf16
+updates    the loss of an optimizer with fp32 copies (only the rounding at use), and of one without them
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def measure() -> dict[str, Any]:
 
 
 def decay() -> dict[str, Any]:
-    """Return by how much -exp(A_log) and what is left of a state move, relative and absolute.
+    """Return by how much -exp(A_log) and the remainder of a state move, relative and absolute.
 
     Source of the values: MambaMixer draws A from 1 to 16 and keeps its logarithm (megatron-core 0.19.2).
     """

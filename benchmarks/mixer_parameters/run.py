@@ -37,7 +37,7 @@ LAST = 50
 
 
 def main() -> None:
-    """Measure what this host can, and write what is asked for."""
+    """Run the measurements that this host can, and write the files that the command line asks for."""
     parser = argparse.ArgumentParser(description="A_log and D of Megatron's Mamba mixers in fp32 and in bf16.")
     parser.add_argument("--page", type=Path, help="make the page of these results; measure nothing")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
@@ -75,7 +75,7 @@ def measure(steps: int, seeds: int, limit: float) -> dict[str, Any]:
 
 
 def on_gpu(folder: Path, size: Size, device: Any, steps: int, seeds: int, limit: float) -> dict[str, Any]:
-    """Return what needs the kernels: checkpoints, gradients and training."""
+    """Return the measurements that need the kernels: checkpoints, gradients and training."""
     began = time.monotonic()
     make_importable()
     import megacpp_overlays

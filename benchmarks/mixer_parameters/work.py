@@ -85,7 +85,7 @@ def start(folder: str) -> None:
 
 
 def specification(core_attention: type | None = None, **mixer: Any) -> Any:
-    """Return what a hybrid stack is made of without Transformer Engine.
+    """Return the specification of a hybrid stack without Transformer Engine.
 
     Args:
         core_attention: in the place of Megatron's own.
@@ -232,7 +232,7 @@ class Model:
         return loss
 
     def sharded(self, *, is_loading: bool, optimizer: bool) -> dict[str, Any]:
-        """Return what a checkpoint of this model holds."""
+        """Return the sharded state of a checkpoint of this model."""
         model = self.inner.sharded_state_dict()
         state = {"model": model}
         if optimizer:
@@ -241,7 +241,7 @@ class Model:
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take what a checkpoint held."""
+        """Load the state of a checkpoint."""
         self.inner.load_state_dict(state["model"])
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -273,7 +273,7 @@ class Model:
 def tokens(size: Size, *, seed: int, device: Any) -> Any:
     """Return sequences whose second half repeats the first, drawn from a skewed vocabulary: [batch, length + 1].
 
-    What was read half a sequence ago is all there is to learn, so a state that decays at a wrong rate shows.
+    The only thing to learn is the token read half a sequence ago, so a state that decays at a wrong rate shows.
     """
     import torch
 

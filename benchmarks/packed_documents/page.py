@@ -1,4 +1,4 @@
-"""The page and the plot of what packed_documents/run.py measured. Standard library only."""
+"""The page and the plot of the measurements of packed_documents/run.py. Standard library only."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
     python benchmarks/packed_documents/run.py --page FILE.json --write FILE.md --plot FILE.svg    make the page again
 
 One model is trained without the overlay and one with it, from the same numbers on the same documents; a third is trained
-without the overlay by a caller who gives `total_tokens`, and must come to what the second does. They begin from nothing, and
-once more from a model that has learnt from documents alone, as when a model that is there is tuned on packed rows. All are
-asked about documents that they have not seen, packed as in training and each alone, as a model is used. Needs megatron-core
+without the overlay by a caller who gives `total_tokens`, and must get the results of the second. They begin from nothing, and
+once more from a model that has learnt from documents alone, as when an existing model is tuned on packed rows. All are
+tested on documents that they have not seen, packed as in training and each alone, as a model is used. Needs megatron-core
 0.19, mamba-ssm (any build) and einops, and no Transformer Engine; causal-conv1d is used where it is installed.
 """
 
@@ -39,7 +39,7 @@ HELD_OUT = 10**6
 
 
 def main() -> None:
-    """Train what this host can, and write what is asked for."""
+    """Train on this host, and write the files that the command line asks for."""
     parser = argparse.ArgumentParser(description="Mamba state across packed documents, with the overlay and without.")
     parser.add_argument("--page", type=Path, help="make the page of these results; measure nothing")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
@@ -121,7 +121,7 @@ def measure(device: str | None, steps: int, first: int, every: int, seeds: int) 
 def train(
     size: Any, device: str, steps: int, every: int, seed: int, *, rows: str, start: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Train one model as the overlay now is; return a hash of its losses, what it answered about other documents, and its numbers.
+    """Train one model as the overlay now is; return a hash of its losses, its answers about other documents, and its parameters.
 
     Args:
         size: of the model and its documents.

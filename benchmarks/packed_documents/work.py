@@ -1,7 +1,7 @@
 """A small hybrid model of Megatron that is trained on packed documents, each of which has its own answers.
 
 A document draws a value for each of some keys, and is a list of pairs, a key and its value. Where a key comes again, its
-value can be told, from this document alone: the same key has another value in the document before. These are the answers that
+value is known, from this document alone: the same key has another value in the document before. These are the answers that
 are counted. A row holds many documents; a token that is the same in all of them begins each.
 
 The layers are Mamba-2, attention that sees one document, and an MLP. The mixers take the memory-efficient path, which packed
@@ -145,7 +145,7 @@ def model(size: Size, device: str, seed: int) -> Any:
 
 
 def documents(size: Size, count: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return documents and their answers, both [count, tokens]; what is no answer is IGNORED."""
+    """Return documents and their answers, both [count, tokens]; IGNORED where a token has no answer."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(size.values, (count, size.keys), generator=generator)
     keys = torch.randint(size.keys, (count, size.pairs), generator=generator)
@@ -160,7 +160,7 @@ def documents(size: Size, count: int, seed: int, device: str) -> tuple[torch.Ten
 
 
 def packed(size: Size, device: str, *, told: bool = False) -> Any:
-    """Return the boundaries of a row, as a caller gives them who does not say how many tokens there are, unless `told`."""
+    """Return the boundaries of a row, as from a caller that gives `total_tokens` only if `told`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     bounds = torch.arange(size.documents + 1, dtype=torch.int32, device=device) * size.document

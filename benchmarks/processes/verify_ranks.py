@@ -3,7 +3,7 @@
     python benchmarks/processes/verify_ranks.py --write        measures, and writes verify_ranks.md
 
 Three ways, from real to large: processes under torchrun on this host; ranks that a few processes play against a real
-TCPStore; and the exchange alone over a dictionary, which counts what is asked and sent.
+TCPStore; and the exchange alone over a dictionary, which counts questions and bytes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def told_here() -> statement.Statement:
     return statement.of(session.audit(), InstalledTree())
 
 
-def with_one_off(told: statement.Statement) -> statement.Statement:
+def with_one_off(stated: statement.Statement) -> statement.Statement:
     """Return the statement of a process that is the same, but for one overlay that is off."""
-    return {**told, "off": [told["decisions"][0]["id"]]}
+    return {**stated, "off": [stated["decisions"][0]["id"]]}
 
 
 # Real processes.
@@ -62,8 +62,8 @@ def one_rank() -> None:
 
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = told_here()
-    odd = with_one_off(told) if rank == size - 1 else told
+    stated = told_here()
+    odd = with_one_off(stated) if rank == size - 1 else stated
 
     def disagree() -> None:
         meeting = ranks._meeting(None)  # noqa: SLF001
@@ -76,7 +76,7 @@ def one_rank() -> None:
         "agree": megacpp_overlays.verify_ranks,
         "differ": disagree,
         "barrier": dist.barrier,
-        "gather": lambda: dist.all_gather_object(everything, told),
+        "gather": lambda: dist.all_gather_object(everything, stated),
         "statement": told_here,
     }
     slowest: dict[str, float] = {}
@@ -98,7 +98,7 @@ def one_rank() -> None:
 
 
 def real(size: int) -> dict[str, float]:
-    """Return what torchrun measures with so many ranks."""
+    """Return the measurements of torchrun with so many ranks."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command = [*agent, str(Path(__file__).resolve()), "--rank"]
     done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, check=False)
@@ -112,9 +112,9 @@ def real(size: int) -> dict[str, float]:
 
 
 def play(parts: Mapping[int, tuple[Exchange, statement.Statement]], clock: Any) -> Iterator[bool]:
-    """Play some ranks, each step when it is due; yield whether each was told that all agree."""
-    digests = {id(told): statement.digest(told) for _, told in parts.values()}
-    running = {rank: part.steps(digests[id(told)], told, clock) for rank, (part, told) in parts.items()}
+    """Play some ranks, each step when it is due; yield whether each got the answer that all agree."""
+    digests = {id(stated): statement.digest(stated) for _, stated in parts.values()}
+    running = {rank: part.steps(digests[id(stated)], stated, clock) for rank, (part, stated) in parts.items()}
     queue = [(clock.now(), rank) for rank in running]
     heapq.heapify(queue)
     while queue:
@@ -126,7 +126,7 @@ def play(parts: Mapping[int, tuple[Exchange, statement.Statement]], clock: Any) 
             yield end.value.agreed
 
 
-def player(port: int, number: int, size: int, odd: int, told: statement.Statement, start: Any, results: Any) -> None:
+def player(port: int, number: int, size: int, odd: int, stated: statement.Statement, start: Any, results: Any) -> None:
     """Be one process with its own connection, which plays its share of the ranks."""
     from torch.distributed import TCPStore
 
@@ -134,9 +134,9 @@ def player(port: int, number: int, size: int, odd: int, told: statement.Statemen
     rank_exchange.decode = functools.cache(rank_exchange.decode)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     world = tuple(range(size))
-    off = with_one_off(told)
+    off = with_one_off(stated)
     parts = {
-        rank: (Exchange(store, f"world/{size}/{odd}", world, rank, TIMEOUT), off if rank == odd else told)
+        rank: (Exchange(store, f"world/{size}/{odd}", world, rank, TIMEOUT), off if rank == odd else stated)
         for rank in range(number, size, PLAYERS)
     }
     start.wait()
@@ -145,14 +145,14 @@ def player(port: int, number: int, size: int, odd: int, told: statement.Statemen
     results.put((began, time.monotonic(), all(answers), any(answers)))
 
 
-def simulated(size: int, odd: int, told: statement.Statement) -> float:
+def simulated(size: int, odd: int, stated: statement.Statement) -> float:
     """Return the seconds from the first question to the last answer."""
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(PLAYERS), context.Queue()
-    arguments = (server.port, size, odd, told, start, results)
+    arguments = (server.port, size, odd, stated, start, results)
     players = [context.Process(target=player, args=(arguments[0], number, *arguments[1:])) for number in range(PLAYERS)]
     for each in players:
         each.start()
@@ -161,11 +161,11 @@ def simulated(size: int, odd: int, told: statement.Statement) -> float:
         each.join()
     agreed = all(each[2] for each in found) if odd < 0 else not any(each[3] for each in found)
     if not agreed:
-        raise RuntimeError("the answer is not what was played")
+        raise RuntimeError("the answer does not fit the ranks that were played")
     return max(each[1] for each in found) - min(each[0] for each in found)
 
 
-# What is asked and sent.
+# Questions and bytes.
 
 
 class Counting:
@@ -217,7 +217,7 @@ class Counting:
 
 
 class Virtual:
-    """A clock that goes as fast as it is told to."""
+    """A virtual clock: sleeping advances it at once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -231,18 +231,18 @@ class Virtual:
         self.seconds += seconds
 
 
-def counted(size: int, odd: int, told: statement.Statement) -> dict[str, float]:
-    """Return what the exchange asks and sends when all ranks arrive at once."""
-    store, world, off = Counting(), tuple(range(size)), with_one_off(told)
+def counted(size: int, odd: int, stated: statement.Statement) -> dict[str, float]:
+    """Return the questions and bytes of the exchange when all ranks arrive at once."""
+    store, world, off = Counting(), tuple(range(size)), with_one_off(stated)
     prefix = f"megacpp_overlays/ranks/{'0' * 16}"
-    parts = {rank: (Exchange(store, prefix, world, rank, TIMEOUT), off if rank == odd else told) for rank in world}
+    parts = {rank: (Exchange(store, prefix, world, rank, TIMEOUT), off if rank == odd else stated) for rank in world}
     kept, rank_exchange.decode = rank_exchange.decode, functools.cache(rank_exchange.decode)
     try:
         answers = list(play(parts, Virtual()))
     finally:
         rank_exchange.decode = kept
     if any(answers) != (odd < 0):
-        raise RuntimeError("the answer is not what was played")
+        raise RuntimeError("the answer does not fit the ranks that were played")
     asked = sum(store.asked.values())
     return {"each": asked / size, "bytes": store.sent / size, "all": store.sent, "held": store.most}
 
@@ -254,9 +254,9 @@ def page() -> str:
     """Measure everything and return it as a page."""
     import torch
 
-    told = told_here()
-    size = len(json.dumps(told))
-    packed = len(rank_exchange.encode(told))
+    stated = told_here()
+    size = len(json.dumps(stated))
+    packed = len(rank_exchange.encode(stated))
     lines = [
         "# Asking all ranks whether they run the same code",
         "",
@@ -266,14 +266,14 @@ def page() -> str:
         f"- Date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
         f"- Host: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
         f"- Versions: torch {torch.__version__}, megacpp_overlays {megacpp_overlays.__version__}",
-        f"- Statement of a rank: {len(told['decisions'])} decisions, {size} bytes as JSON, {packed} as it is sent",
+        f"- Statement of a rank: {len(stated['decisions'])} decisions, {size} bytes as JSON, {packed} as it is sent",
         "",
         "## Real processes under torchrun, gloo",
         "",
         f"Milliseconds until the slowest rank is through: the median of {ROUNDS} rounds that begin at a barrier. `first` is",
         "the first call of a process, with its imports. `one differs` is the exchange alone, without the statement and the",
         "audit that `agree` includes. The last three columns are for comparison: a barrier, gathering every",
-        "rank's statement on every rank with `all_gather_object`, and what a call spends on the statement alone.",
+        "rank's statement on every rank with `all_gather_object`, and the time of a call for the statement alone.",
         "",
         "| ranks | first | agree | one differs | barrier | all_gather_object | statement |",
         "|---|---|---|---|---|---|---|",
@@ -296,11 +296,11 @@ def page() -> str:
     ]
     for world in SIMULATED:
         print(f"== {world} ranks against a TCPStore", file=sys.stderr, flush=True)
-        agree, differ = simulated(world, -1, told), simulated(world, world - 1, told)
+        agree, differ = simulated(world, -1, stated), simulated(world, world - 1, stated)
         lines.append(f"| {world} | {agree:.2f} | {differ:.2f} | {agree / world * 1e6:.0f} |")
     lines += [
         "",
-        "## What is asked and sent",
+        "## Questions and bytes",
         "",
         "Counted, not timed: the exchange over a dictionary, all ranks at once, bytes of keys and values in both directions",
         "(a TCPStore adds 8 bytes for each and one for the question). `most held` are the keys in the store at its fullest.",
@@ -311,7 +311,7 @@ def page() -> str:
     for world in COUNTED:
         print(f"== {world} ranks over a dictionary", file=sys.stderr, flush=True)
         for name, odd in (("agree", -1), ("one differs", world - 1)):
-            row = counted(world, odd, told)
+            row = counted(world, odd, stated)
             numbers = f"{row['each']:.1f} | {row['bytes']:.0f} | {row['all']:.0f} | {row['held']:.0f}"
             lines.append(f"| {world} | {name} | {numbers} |")
     lines += [
@@ -319,7 +319,7 @@ def page() -> str:
         "## The model",
         "",
         "With N ranks that arrive together, a rank asks about 8 times, the two questions whether the verdict is there included,",
-        f"and once more for each pause that it waits for somebody. A pause is N / {rank_exchange.QUESTIONS_PER_S} s,",
+        f"and once more for each pause that it waits for another rank. A pause is N / {rank_exchange.QUESTIONS_PER_S} s,",
         f"from {rank_exchange.LEAST_S * 1000:.0f} ms to {rank_exchange.MOST_S:.0f} s, and grows to twenty times that or "
         f"{rank_exchange.MOST_S:.0f} s, so all waiting ranks together ask at most about",
         f"{rank_exchange.QUESTIONS_PER_S} times a second. One statement is sent for each kind of rank, at most "

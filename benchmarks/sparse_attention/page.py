@@ -20,12 +20,12 @@ def markdown(found: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
         "Written by `benchmarks/sparse_attention/run.py`, in one run. bfloat16, one batch element; every query chooses its keys at",
-        "random. Medians of contestants that take turns; memory is the peak above what was held before the call, results",
-        "included. TFLOP/s count two products forward and five backward. `Megatron, none` is what the default backend runs,",
+        "random. Medians of contestants that take turns; memory is the peak above the memory held before the call, results",
+        "included. TFLOP/s count two products forward and five backward. `Megatron, none` is the default backend,",
         "`Megatron, tilelang` its other one, which takes 576/512 alone. FlashMLA and TileLang's example, where they were run, have a",
         "forward pass alone. FP8 keys, where they were run, have a scale each. Bare products are cuBLAS on dense tensors of the same",
         "sizes; the gather copies every chosen key once. Errors are of 32 queries against float64, norm over norm.",
-        "[What holds the kernels back](sparse_attention_counters.md).",
+        "[Limits of the kernels](sparse_attention_counters.md).",
         "",
         f"![TFLOP/s of both passes, for each shape]({found.get('plot', 'sparse_attention.svg')})",
     ]
@@ -50,7 +50,7 @@ def row(name: str, one: dict[str, Any] | None, each: dict[str, Any]) -> list[str
         report.ms(backward),
         report.number(each["backward_flops"] / backward / 1e9 if backward else None, ".0f"),
         report.number(one.get("mib"), ".0f"),
-        *(report.number(found.get(what), ".1e") for what in ("output", "of query", "of key")),
+        *(report.number(found.get(tensor), ".1e") for tensor in ("output", "of query", "of key")),
     ]
 
 

@@ -23,7 +23,7 @@ DIMENSIONS = (576, 512)
 """Channels of keys and of values that all kernels take but ours and plain PyTorch."""
 _HEADS = (64, 128)
 _SLOTS = 128
-"""What both take: heads, and a multiple of this many slots."""
+"""Sizes that both take: heads, and a multiple of this many slots."""
 
 
 def takes(shape: Shape) -> bool:
@@ -73,7 +73,7 @@ def _tilelang(path: Path) -> Attend:
 
     def attend(each: Problem) -> torch.Tensor:
         query, key = each.query.detach().transpose(0, 1), each.key.detach().transpose(0, 1)
-        # The first query stands behind all keys, so none of them is in its future.
+        # The first query comes after all keys, so none of them is in its future.
         first = each.key.size(0)
         output: torch.Tensor = compute(query, key, each.indices[:, :, None], first, 1, each.scale)[0]
         return output.transpose(0, 1)

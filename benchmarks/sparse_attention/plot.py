@@ -45,7 +45,7 @@ def svg(found: Found) -> str:
 
 
 def rows(shape: Found) -> list[tuple[str, Found | None]]:
-    """Return who takes both passes of a shape, by name; None for what does not fit."""
+    """Return the contestants with both passes of a shape, by name; None for one that does not fit."""
     return [(name, row) for name, row in shape["contestants"].items() if row is None or len(row["stages"]) == 2]
 
 
@@ -61,7 +61,7 @@ def shade(name: str) -> str:
 
 
 def described(shapes: list[Found]) -> str:
-    """Return what the plot shows, in a sentence for each shape."""
+    """Return a description of the plot, in a sentence for each shape."""
     sentences = [
         f"{shape['name']}: "
         + ", ".join(

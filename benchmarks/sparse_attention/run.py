@@ -1,11 +1,11 @@
-"""Attention over chosen keys, forward and backward: the kernels beside Megatron's backends and bare products, on one GPU.
+"""Attention over chosen keys, forward and backward: the kernels, Megatron's backends and bare products, on one GPU.
 
     python benchmarks/sparse_attention/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     python benchmarks/sparse_attention/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
-Megatron is the installed one as it is, and so are the forward passes of FlashMLA and of TileLang's example (peers.py). What is
-not installed is not in the tables; what does not fit into the GPU's memory is said. page.py makes page and plot of the JSON
-again, on any host.
+Megatron is the installed one as it is, and so are the forward passes of FlashMLA and of TileLang's example (peers.py). The
+tables leave out contestants that are not installed, and mark those that do not fit into the GPU's memory. page.py makes page
+and plot of the JSON again, on any host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DISTRIBUTIONS = ("triton", "megatron-core", "tilelang", "flash-mla")
 
 
 def main() -> None:
-    """Measure, print the page, and keep what is asked for."""
+    """Measure, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     found: dict[str, Any] = {**timing.about(chosen.device, *DISTRIBUTIONS), "shapes": [], "problems": []}
     watch = progress.Progress()

@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """What products are multiplied with."""
+        """Factor of the products."""
         return self.shape.dim**-0.5
 
 
@@ -104,7 +104,7 @@ def ours_of_quantized(each: Problem) -> torch.Tensor:
 
 
 def megatron(name: str, symbol: str) -> Callable[..., Any] | None:
-    """Return a function of Megatron, or None where it or what it needs is not installed."""
+    """Return a function of Megatron, or None where it or one of its requirements is not installed."""
     try:
         return getattr(importlib.import_module(f"{MEGATRON}.{name}"), symbol)
     except (ImportError, OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""The page of what top_k/run.py measured. Standard library only, so that any host can make it again.
+"""The page of the measurements of top_k/run.py. Standard library only, so that any host can make it again.
 
 python benchmarks/top_k/page.py FILE.json [--write FILE.md]
 """
@@ -21,7 +21,7 @@ def markdown(found: Found) -> str:
     lines = [
         "Written by `benchmarks/top_k/run.py`, in one run: medians of contestants that take turns. float32 scores, int64 positions.",
         "`choose` is `megacpp_overlays.kernels.top_k`: positions in ascending order, of equal scores the first ones. The floor is a copy",
-        "that reads and writes as many bytes as reading the scores and writing the positions takes. Memory is the peak above what was",
+        "that reads and writes as many bytes as reading the scores and writing the positions takes. Memory is the peak above that",
         "held before, the result included.",
     ]
     for each in found["shapes"]:

@@ -1,9 +1,9 @@
-"""The k largest of each row: the kernel beside torch.topk and beside a copy of as many bytes, on one GPU.
+"""The k largest of each row: the kernel, torch.topk and a copy of as many bytes, on one GPU.
 
     python benchmarks/top_k/run.py [--json FILE] [--write FILE.md]
     python benchmarks/top_k/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
-What does not fit into the GPU's memory is said. page.py makes the page of the JSON again, on any host.
+A contestant that does not fit into the GPU's memory is reported. page.py makes the page of the JSON again, on any host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUICK_SHAPES = ("8x40x20", "4x64x64")
 
 
 def main() -> None:
-    """Measure, print the page, and keep what is asked for."""
+    """Measure, print the page, and write the files that the command line asks for."""
     chosen = arguments()
     found: dict[str, Any] = {**timing.about(chosen.device, "triton"), "shapes": [], "problems": []}
     watch = progress.Progress()

@@ -62,6 +62,6 @@ def contestants(numbers: Any, shape: Shape) -> dict[str, timing.Stages]:
 
 
 def is_right(numbers: Any, shape: Shape) -> bool:
-    """Return whether what is chosen has the numbers that torch chooses."""
+    """Return whether the chosen positions have the numbers that torch chooses."""
     chosen = numbers.gather(-1, top_k.choose(numbers, shape.k)).sort(dim=-1, descending=True).values
     return torch.equal(chosen, numbers.topk(shape.k, dim=-1).values)

@@ -70,7 +70,7 @@ class Clock(TrainerCallback):
 
 
 def now() -> float:
-    """Return seconds, when the device has done what it was asked for."""
+    """Return seconds, after the device has finished its work."""
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -161,9 +161,9 @@ def alone(model: Any, share: float, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Train with each share, and write what was found."""
+    """Train with each share, and write the results."""
     parser = argparse.ArgumentParser(description="Tune a made-up Llama on made-up answers.")
-    parser.add_argument("--log", type=Path, required=True, help="where to leave what was found, as JSON")
+    parser.add_argument("--log", type=Path, required=True, help="where to leave the results, as JSON")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0], help="of tokens that are labelled")
     parser.add_argument("--no-liger", dest="liger", action="store_false", help="the loss that transformers has itself")
     parser.add_argument("--steps", type=int, default=20)

@@ -1,4 +1,4 @@
-"""The page and the plot of what run.py measured. Standard library only, so that any host can make them again.
+"""The page and the plot of the measurements of run.py. Standard library only, so that any host can make them again.
 
 python benchmarks/trainer_step/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
@@ -29,7 +29,7 @@ def markdown(found: Found) -> str:
 
 
 def section(found: Found) -> Iterator[str]:
-    """Yield what was measured, and a table."""
+    """Yield the description of the measurement, and a table."""
     size = found["size"]
     yield from [
         "Written by `benchmarks/trainer_step/run.py`. The Trainer of transformers tunes a Llama of "

@@ -3,8 +3,8 @@
     python benchmarks/trainer_step/run.py [--json FILE] [--write FILE.md]
     python benchmarks/trainer_step/run.py --device cpu --quick        with liger-kernel 0.8.2 or newer on the path
 
-Each way trains in processes of its own: `launcher.py`, by `python -m megacpp_overlays run`. What is labelled is decided by
-the first backward pass of a process, so rows with all tokens labelled have another process than those with some.
+Each way trains in processes of its own: `launcher.py`, by `python -m megacpp_overlays run`. The first backward pass of a
+process decides whether tokens are skipped, so rows with all tokens labelled have another process than those with some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 import traceback
 from typing import Any
 
-# Before it is imported: this process takes no part in what it launches.
+# Before the import: overlays are off in this process and set in those that it launches.
 os.environ["MEGACPP_OVERLAYS"] = "off"
 os.environ.setdefault("MEGACPP_OVERLAYS_LOG", "logging")
 
@@ -60,10 +60,10 @@ NAMES = ("triton", "liger-kernel", "transformers", "accelerate")
 def launched(
     way: str, shares: tuple[float, ...], size: dict[str, int], *more: str, on_cpu: bool
 ) -> list[dict[str, Any]]:
-    """Return what one process measured; `more` goes to the launcher.
+    """Return the measurements of one process; `more` goes to the launcher.
 
     Raises:
-        RuntimeError: it ended otherwise than it should, or the overlay is not what the way asks for.
+        RuntimeError: the process fails, or the overlay is not in the state that the way asks for.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, audit = Path(folder, "log.json"), Path(folder, "audit.json")
@@ -90,13 +90,13 @@ def launched(
 
 
 def decision(audit: Path) -> str:
-    """Return what became of the overlay in a process."""
+    """Return the decision on the overlay in a process."""
     decisions = json.loads(audit.read_text())["decisions"]
     return next((str(each["decision"]) for each in decisions if each["id"] == "liger-flce-labelled"), "unknown")
 
 
 def main() -> None:
-    """Run all ways, and make the page of what they found."""
+    """Run all ways, and make the page of their results."""
     parser = argparse.ArgumentParser(description="Time steps of the Trainer with Liger's loss.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
@@ -116,8 +116,8 @@ def main() -> None:
         jobs += [(way, (CURVE_SHARE,), True) for way in chosen.ways]
     for number, (way, shares, is_curve) in enumerate(jobs, start=1):
         began = time.monotonic()
-        what = "curve of losses" if is_curve else f"steps with {', '.join(f'{each:.0%}' for each in shares)} labelled"
-        say(f"[{number}/{len(jobs)}] {way}: {what} ({began - start:.0f} s so far)")
+        job = "curve of losses" if is_curve else f"steps with {', '.join(f'{each:.0%}' for each in shares)} labelled"
+        say(f"[{number}/{len(jobs)}] {way}: {job} ({began - start:.0f} s so far)")
         try:
             rows = launched(
                 way, shares, CURVES if is_curve else size, *(CURVE_WORDS if is_curve else ()), on_cpu=on_cpu
