@@ -1,4 +1,4 @@
-"""Where Triton launches its programs."""
+"""The device on which Triton launches its programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which Triton launches on a tensor's device: it takes the current one, which may be another."""
+    """Return a context that makes a tensor's device the current one, because Triton launches on the current device."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     device: contextlib.AbstractContextManager[object] = torch.cuda.device(tensor.device)

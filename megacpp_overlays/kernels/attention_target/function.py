@@ -1,7 +1,7 @@
 """Attention probabilities summed over heads, the target of DSA's indexer loss, without (batch, heads, queries, keys).
 
-One custom operator, so that CUDA graphs and torch.compile treat it as one step; it has no gradient, for the target is
-a constant of the loss. Which way it computes is settled by dtypes, head dimension and device, once for each combination:
+One custom operator, so that CUDA graphs and torch.compile treat it as one step. It has no gradient, because the target is
+a constant of the loss. Dtypes, head dimension and device select the implementation, once for each combination:
 tensor cores for bfloat16 and float16 on NVIDIA devices, plain PyTorch in blocks for everything else.
 
 Source: section 2.1 of https://github.com/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/DeepSeek_V3_2.pdf

@@ -26,12 +26,12 @@ _EPSILON = 1e-10
 
 
 class IndexerTarget:
-    """The target before it is normalised, added up over the heads of all ranks, and which keys it looks at."""
+    """The target before normalisation, added up over the heads of all ranks, and its valid keys."""
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, scale: float, group: Any, **valid: torch.Tensor | None
     ) -> None:
-        """Compute it.
+        """Compute the target.
 
         Args:
             query: (queries, batch, heads, dim).

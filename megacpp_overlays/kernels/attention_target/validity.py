@@ -15,7 +15,7 @@ _ALIGNMENT = 16
 
 
 class Validity(NamedTuple):
-    """A key is valid for a query if it lies within the bounds and whatever else is there allows it."""
+    """Valid keys of each query: a key must lie within the bounds, and `mask` and `allowed`, where present, must allow it."""
 
     keys: int
     starts: torch.Tensor

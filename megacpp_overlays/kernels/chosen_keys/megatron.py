@@ -1,9 +1,9 @@
 """Megatron's autograd function of the indexer loss with a sparse loss, in tokens times chosen.
 
-Arguments have upstream's names, order and meaning. Carried are calls with bounds of keys and attention whose heads share
-theirs, as absorbed latent attention has it, where kernels take their sizes; every other call goes to upstream's code, and from there to the seams of its
-parts. Divergences and the difference of prediction and target, all that a backward pass needs, are found where keys are chosen;
-checks, layouts, bounds and the reduction are upstream's own functions.
+Arguments have upstream's names, order and meaning. A call runs here if it has bounds of keys, if the heads of attention share
+their keys, as in absorbed latent attention, and if kernels take its sizes. Every other call goes to upstream's code, and from
+there to the seams of its parts. Divergences and the difference of prediction and target, all that a backward pass needs, are
+computed for the chosen keys. Checks, layouts, bounds and the reduction are upstream's own functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Index scores of DeepSeek Sparse Attention and their gradients, without the (batch, queries, heads, keys) tensor.
 
-Two custom operators, so that autograd, CUDA graphs and torch.compile treat each as one step. Which way they compute
-is settled by dtypes, head dimension and device, once for each combination: tensor cores for bfloat16 queries and
+Two custom operators, so that autograd, CUDA graphs and torch.compile treat each as one step. Dtypes, head dimension
+and device select the implementation, once for each combination: tensor cores for bfloat16 queries and
 keys on NVIDIA devices, plain PyTorch in blocks for everything else.
 
 Source: section 2.1 of https://github.com/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/DeepSeek_V3_2.pdf, and the upstream

@@ -1,4 +1,4 @@
-"""The gradients of a shard, as far as its blocks have come."""
+"""Accumulation of a shard's gradients, a block of logits at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PanelSums(NamedTuple):
 
 
 class GradientSums:
-    """The gradients, as far as the blocks have come."""
+    """The gradients, summed over the blocks so far."""
 
     def __init__(
         self,

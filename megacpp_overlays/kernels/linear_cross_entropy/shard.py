@@ -106,6 +106,6 @@ class Kept:
         self.selection = selection
 
     def take(self) -> torch.Tensor | None:
-        """Return the block, which nothing else refers to from now on: it is overwritten, and has to go in time."""
+        """Return the block and drop the reference to it: the caller overwrites it, and its memory must be freed in time."""
         block, self.block = self.block, None
         return block

@@ -56,7 +56,7 @@ class Selection(NamedTuple):
         return out
 
     def bring_first(self, rows: torch.Tensor, panels: Panels | None = None) -> None:
-        """Do the same in place; rows after those of the selected tokens hold anything then.
+        """Move the rows of the selected tokens to the front, in place; rows after those of the selected tokens hold anything then.
 
         Args:
             rows: (tokens, n), rows of unit stride.

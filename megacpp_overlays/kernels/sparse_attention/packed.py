@@ -1,4 +1,4 @@
-"""Attention over chosen keys where documents lie one behind another in a row, with the lengths that other kernels are given."""
+"""Attention over chosen keys in packed rows of documents, with the cumulative lengths that other kernels take."""
 
 from __future__ import annotations
 

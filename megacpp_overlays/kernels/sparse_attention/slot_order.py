@@ -1,4 +1,4 @@
-"""The order in which slots are added up: those that hold one key side by side, in their own order."""
+"""Sort of slots by key: the slots of a key are adjacent and keep their order."""
 
 from __future__ import annotations
 

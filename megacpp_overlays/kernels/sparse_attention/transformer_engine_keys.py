@@ -1,4 +1,4 @@
-"""Keys that Transformer Engine quantized, as the FP8 numbers and scales that they are.
+"""Keys that Transformer Engine quantized, read as FP8 numbers and scales.
 
 Transformer Engine is not imported: a key brings its class along.
 """
