@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import parsed_once
+from probing import Texts, parsed_once
 
 from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST, MARKS_HONOURED, TARGET, probe
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
@@ -169,15 +169,12 @@ def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
     old, new = edit
     release = parsed_once(wheel("megatron-core", "0.19.2"))
 
-    class Edited:
-        def module(self, name: str) -> ModuleSource | None:
-            source = release.module(name)
-            if source is None or name != module:
-                return source
-            return ModuleSource(name, source.path, source.text.replace(old, new) if old else f"{new}\n")
+    source = release.module(module)
+    assert source is not None
+    edited = Texts({module: source.text.replace(old, new) if old else f"{new}\n"}, release)
 
     assert probe(release).verdict is Verdict.BROKEN
-    finding = probing.examine(OVERLAY, Edited())
+    finding = probing.examine(OVERLAY, edited)
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert "saved under wrong names" in finding.summary()

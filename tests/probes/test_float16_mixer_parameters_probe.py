@@ -6,29 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import ParsedOnce, parsed_once
+from probing import ParsedOnce, Texts, parsed_once
 
 from megacpp_overlays.feature_probes.float16_mixer_parameters import GATED_DELTA_PRODUCT, MAMBA
 from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_mixer_parameters import PARTS
 from megacpp_overlays.source.file_trees import DirectoryTree
-from megacpp_overlays.source.trees import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 Wheel = Callable[[str, str], Path]
-
-
-class Edited:
-    """A tree with some modules given as text; None takes a module away."""
-
-    def __init__(self, tree: SourceTree, texts: dict[str, str | None]) -> None:
-        self.tree, self.texts = tree, texts
-
-    def module(self, name: str) -> ModuleSource | None:
-        if name not in self.texts:
-            return self.tree.module(name)
-        text = self.texts[name]
-        return None if text is None else ModuleSource(name, f"{name}.py", text)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +25,7 @@ def newest(wheel: Wheel) -> ParsedOnce:
 
 
 def examine(tree: SourceTree, text: str | None, module: str = MAMBA.module) -> Finding:
-    return probing.examine(PARTS[0], Edited(tree, {module: text}))
+    return probing.examine(PARTS[0], Texts({module: text}, tree))
 
 
 def edited(text: str, old: str, new: str, count: int = 1) -> str:
@@ -93,7 +80,7 @@ class GatedDeltaProductMixer(MegatronModule):
 def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: ParsedOnce, old: str, new: str) -> None:
     texts = {GATED_DELTA_PRODUCT.module: edited(PRODUCT, old, new)}
 
-    assert probing.examine(PARTS[1], Edited(newest, texts)).verdict is Verdict.UNRECOGNISED
+    assert probing.examine(PARTS[1], Texts(texts, newest)).verdict is Verdict.UNRECOGNISED
 
 
 def test_both_parts_are_one_overlay_that_is_off_by_default() -> None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import ask, parsed_once
+from probing import Texts, ask, parsed_once
 from releases import daily
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Body, Finding, Proof, Verdict
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
-from megacpp_overlays.source.trees import ModuleSource
 
 Wheel = Callable[[str, str], Path]
 
@@ -33,19 +32,6 @@ DISTINCT = {
 """The releases whose texts differ, of those that are repaired."""
 
 
-class Edited:
-    """A release in which some modules have a text of the test."""
-
-    def __init__(self, wheel: Path, **texts: str) -> None:
-        self._wheel = parsed_once(wheel)
-        self._texts = texts
-
-    def module(self, name: str) -> ModuleSource | None:
-        source = self._wheel.module(name)
-        text = self._texts.get(name.rsplit(".", 1)[-1])
-        return source if text is None or source is None else ModuleSource(name, source.path, text)
-
-
 @functools.cache
 def text_of(wheel: Path, name: str) -> str:
     source = parsed_once(wheel).module(name)
@@ -55,7 +41,7 @@ def text_of(wheel: Path, name: str) -> str:
 
 def examine(wheel: Path, text: str) -> Finding:
     """Return the finding of the probe on a release with another text of the target module."""
-    return ask(OVERLAY.probe, Edited(wheel, fused_linear_cross_entropy=text))
+    return ask(OVERLAY.probe, Texts({OVERLAY.target.module: text}, parsed_once(wheel)))
 
 
 @pytest.mark.parametrize("version", DISTINCT)
