@@ -1,15 +1,15 @@
-"""Import-time overlays for training stacks that outrun their upstreams.
+"""Runtime patches ("overlays") of upstream defects in a training stack, applied when the upstream library is imported.
 
-Import this package first in a launcher. It arms a few hooks and returns; torch and the
-upstreams are not imported. When an upstream module is imported later, the overlay for it probes the code that
-is really installed and replaces a narrow part of it only if it is still broken.
+Import this package first in a launcher. The import registers a few import hooks and returns; it imports neither torch nor
+an upstream library. When an upstream module is imported later, its overlay probes the source that is installed, and replaces
+a narrow part of the module only if that source still has the defect.
 
     import megacpp_overlays
     ...
     print(megacpp_overlays.audit())
 
 Raises at import:
-    SettingsError: an environment variable of ours has an unknown name or value.
+    SettingsError: an environment variable of this package has an unknown name or value.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ __version__ = VERSION
 
 
 def __dir__() -> list[str]:
-    """Return what this package offers, without what it is made of."""
+    """Return the public names of this package, without its submodules and imports."""
     return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]
 
 
 def arm() -> None:
-    """Arm every overlay; done at import. Call it again to reinstall what `undo` took out."""
+    """Arm every overlay. The import of this package does it; call it again to reinstall overlays after `undo`."""
     current().arm()
 
 
 def audit(*, deep: bool = False) -> Audit:
-    """Return all decisions of this process: print it, store `as_dict()`, compare `fingerprint`.
+    """Return all decisions of this process as an `Audit`: print it, store `as_dict()`, compare `fingerprint`.
 
-    Every seam is looked up in the live process: what somebody replaced, wrapped or executed again since is a conflict, or
-    is named.
+    The audit resolves every seam in the running process. A seam that other code has replaced, wrapped or executed again since
+    it was installed is a conflict, or is named in the record.
 
     Args:
-        deep: whether to walk over the heap, too, for objects that hold an original; it takes tens of milliseconds, and
-            seconds in a process with millions of objects.
+        deep: whether to walk over the heap, too, for objects that still hold an original function. The walk takes tens of
+            milliseconds, and seconds in a process with millions of objects.
 
     Raises:
         ActivationError: MEGACPP_OVERLAYS=strict and an overlay ended in conflict.
@@ -96,22 +96,23 @@ def audit(*, deep: bool = False) -> Audit:
 
 
 def undo(overlay_id: str | None = None) -> None:
-    """Put back exactly what one overlay, or every overlay, replaced.
+    """Restore the upstream attributes that one overlay, or every overlay, replaced.
 
     Raises:
-        SeamError: somebody replaced an attribute after us; putting ours back would drop theirs.
+        SeamError: other code replaced an attribute after the overlay did; restoring the original would drop that change.
     """
     current().undo(overlay_id)
 
 
 def reach_children(receipts: bool | str | os.PathLike[str] = False) -> Children:
-    """Arm every Python child of this environment that is started from now on, and theirs, before its first line.
+    """Arm every Python process of this environment that is started from now on, at any depth, before its first line.
 
     Args:
-        receipts: where children say what they decided: a folder, or True for a fresh one; see `children.Children`.
+        receipts: the folder in which children record their decisions, or True for a new folder; see `children.Children`.
 
     Returns:
-        A handle, also a context manager: `demand()` checks that children run the code of this process, `close()` undoes.
+        A handle, also a context manager. `demand()` checks that children run the code of this process; `close()` undoes
+        the call.
 
     Raises:
         SettingsError: the folder cannot be written.
@@ -123,7 +124,7 @@ def reach_children(receipts: bool | str | os.PathLike[str] = False) -> Children:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the variables with which a Python of this environment arms at start-up, in the state of this process.
+    """Return environment variables for a child Python: with them it arms at start-up, under the settings of this process.
 
     Raises:
         ChildrenError: this package lies in a folder that PYTHONPATH cannot name.
@@ -134,12 +135,12 @@ def child_environment() -> dict[str, str]:
 
 
 def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit:
-    """Before step 1: return the audit if all ranks run the same code, and raise on every one of them if they do not.
+    """Return the audit if all ranks run the same code; raise on every rank if they do not. Call it before step 1.
 
-    Call it on every rank, after `torch.distributed.init_process_group` and after the imports of the model. Ranks meet in
-    the store of the process group, so that no device is touched and no rank can hang another: whoever has not arrived when
-    the first rank's time is up is named on all others. A process on its own returns its audit; so does a rank that is not
-    in the group.
+    Call it on every rank, after `torch.distributed.init_process_group` and after the imports of the model. Ranks exchange
+    their decisions through the store of the process group, so the call touches no device, and no rank can hang another. A rank
+    that has not arrived when the first rank's timeout ends is reported as missing on all others. A single process returns its
+    audit, and so does a rank that is not in the group.
 
     Args:
         group: a process group of torch.distributed; None is the default group.
@@ -147,9 +148,9 @@ def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit
             it even if the store has gone.
 
     Raises:
-        RanksError: ranks differ or are missing, or the store cannot be asked. The text has a table: which ranks, which
-            overlay, what differs, what to do.
-        ActivationError: they agree, MEGACPP_OVERLAYS=strict, and an overlay ended in conflict.
+        RanksError: ranks differ or are missing, or the store cannot be read. The message has a table of the ranks, the
+            overlay, the difference and the remedy.
+        ActivationError: the ranks agree, MEGACPP_OVERLAYS=strict, and an overlay ended in conflict.
     """
     from megacpp_overlays.processes import ranks  # noqa: PLC0415
 
@@ -157,7 +158,7 @@ def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit
 
 
 def _count_at_exit() -> None:
-    if os.getpid() == _PID:  # a fork that ends as its parent does would count what its parent counts
+    if os.getpid() == _PID:  # a forked child inherits this handler, and would write the counts of its parent again
         current().count_at_exit()
 
 
@@ -175,7 +176,7 @@ def _wait_for_the_model(record: Record) -> bool:
 
 _PID = os.getpid()
 _startup_file: str = globals().get("_startup_file", "")
-"""The `.pth` file of `megacpp-overlays enable` that armed this process; empty where something else did."""
+"""The `.pth` file of `megacpp-overlays enable` that armed this process; empty if the process was armed another way."""
 
 
 def _arm_at_import() -> None:
@@ -199,7 +200,7 @@ def _arm_at_import() -> None:
 
             first_step.FirstStep(current()).watch()
     except registry.HalfImportedPluginError as error:
-        # The plugin imports this package: it is armed when the last line of the plugin has been executed.
+        # The plugin imports this package; arming waits until the last line of the plugin has been executed.
         import_hooks.when_complete(error.module, _arm_at_import)
 
 
@@ -208,6 +209,6 @@ def _is_own_command(argv: list[str]) -> bool:
     return as_module or any(word.endswith("/megacpp-overlays") for word in argv[1:2])
 
 
-if not _is_own_command(sys.orig_argv):  # a command arms what it is about, and most are about none of this process
+if not _is_own_command(sys.orig_argv):  # a command of this package arms only the overlays that it needs, mostly none
     _arm_at_import()
-vars(sys).setdefault("_megacpp_overlays", sys.modules[__name__])  # what a second import of this package leads to
+vars(sys).setdefault("_megacpp_overlays", sys.modules[__name__])  # a second import of this package returns this module

@@ -1,24 +1,24 @@
-"""The errors this package raises, all under one base class.
+"""The exceptions of this package, all under one base class.
 
     OverlayError
     +-- SettingsError     a name or value in the environment is not known      (also a ValueError)
     +-- RegistryError     a declaration is incomplete or collides with another
-    +-- SourceError       the source of a module cannot be read, or a probe does not know what it says
+    +-- SourceError       the source of a module cannot be read, or no probe recognises it
     +-- SeamError         an attribute cannot be replaced or put back
     +-- ActivationError   `strict` is on and an overlay ended in conflict
-    +-- RequirementError  a decision is not one that a run asks for, or what it asks for cannot be read
+    +-- RequirementError  a decision is not one that the run requires, or a requirement cannot be parsed
     +-- RanksError        ranks do not run the same code, or one of them did not say so in time
     +-- AuditFileError    a file has no audit that can be compared
-    +-- ConfigurationError  a file says nothing of a model that can be read
-    +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
+    +-- ConfigurationError  a file has no model configuration that can be read
+    +-- ChildrenError     a child process runs other code than its parent, or gave no receipt in time
     +-- StartupFileError  the `.pth` that arms an environment cannot be written, or does not arm it
-    +-- LockError         a lock cannot be read, or an environment is not what its lock says
+    +-- LockError         a lock cannot be read, or an environment differs from its lock
     +-- CheckpointError   a checkpoint was written broken, or cannot be read
-    +-- UpkeepError       a command that looks after overlays cannot do what was asked
+    +-- UpkeepError       a maintenance command of the overlays cannot do its work
         +-- MissingExtraError   a library that only this command needs is not installed
 
-None of them is an ImportError: Megatron-Core reads an ImportError as "this optional package is missing"
-and carries on without it, which would turn a failed overlay into silence.
+None of them is an ImportError. Megatron-Core takes an ImportError to mean "this optional package is missing"
+and continues without it, so a failed overlay would go unnoticed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OverlayError(Exception):
 
 
 class SettingsError(OverlayError, ValueError):
-    """Raised at import when an environment variable of ours has an unknown name or value."""
+    """Raised at import when an environment variable of this package has an unknown name or value."""
 
 
 class RegistryError(OverlayError):
@@ -39,10 +39,10 @@ class RegistryError(OverlayError):
 
 
 class SourceError(OverlayError):
-    """Raised when a module is present but its source text cannot be read or parsed, or says what no probe knows.
+    """Raised when a module is present but its source text cannot be read or parsed, or no probe recognises it.
 
     Attributes:
-        file: the file that it is about, where the message does not name it.
+        file: the file of the error, where the message does not name it.
         line: the line in it.
     """
 
@@ -64,14 +64,14 @@ class ActivationError(OverlayError, RuntimeError):
 
 
 class RequirementError(OverlayError, RuntimeError):
-    """Raised where a run requires decisions: one is not as it was asked for, or what was asked for cannot be read."""
+    """Raised when a decision is not one that the run requires, or when a requirement cannot be parsed."""
 
 
 class RanksError(OverlayError, RuntimeError):
     """Raised on every rank when ranks do not run the same code, or when one of them did not arrive in time.
 
     Attributes:
-        differences: what is not the same, as `megacpp_overlays.processes.differences.Difference` with ranks as holders.
+        differences: the differences, as `megacpp_overlays.processes.differences.Difference` with ranks as holders.
         missing: the ranks that did not arrive.
     """
 
@@ -90,24 +90,24 @@ class StartupFileError(OverlayError, RuntimeError):
 
 
 class AuditFileError(OverlayError, ValueError):
-    """Raised when a file that should hold an audit cannot be read, or holds none that this version knows."""
+    """Raised when a file that should hold an audit cannot be read, or has no audit in a form that this version knows."""
 
 
 class ConfigurationError(OverlayError, ValueError):
-    """Raised when a file that should say how a model is configured cannot be read, or is of no kind that is known."""
+    """Raised when the configuration file of a model cannot be read, or is of an unknown kind."""
 
 
 class LockError(OverlayError, ValueError):
-    """Raised when a lock cannot be read, or an environment is not what its lock says."""
+    """Raised when a lock cannot be read, or when an environment differs from its lock."""
 
 
 class UpkeepError(OverlayError, RuntimeError):
-    """Raised when a command of the lane cannot do what was asked; the text says what is missing and the way out."""
+    """Raised when a maintenance command of the lane cannot do its work; the message names the missing part and the remedy."""
 
 
 class MissingExtraError(UpkeepError):
-    """Raised when a library that only one command needs is not installed; the text says how to install it."""
+    """Raised when a library that only one command needs is not installed; the message says how to install it."""
 
 
 class CheckpointError(OverlayError, RuntimeError):
-    """Raised where a checkpoint was written broken, where it cannot be read, and where one would be written wrong."""
+    """Raised when a checkpoint was written broken, when it cannot be read, or when one would be written wrong."""

@@ -1,8 +1,8 @@
-"""Atomic writes, and reads of files that others may have written.
+"""Atomic writes, and bounded reads of files that other users may have written.
 
-What is written is whole: a reader sees the old file or the new one, never half of one, also after a crash, an interrupt or
-on a full disk. Only a regular file is replaced; a device or a FIFO is written in place. What is read is a regular file of a
-size that was thought of: neither a FIFO nor a device can stop the reader, and no file can exhaust its memory.
+Writes are atomic: a reader sees the old file or the new one, never a part of one, also after a crash, an interrupt or on a
+full disk. Only a regular file is replaced; a device or a FIFO is written in place. Reads accept only a regular file below a
+size limit: neither a FIFO nor a device can block the reader, and no file can exhaust its memory.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _ROOT = 0
 def cache_folder() -> Path:
     """Return the folder of this package in the user's cache, by the XDG Base Directory Specification.
 
-    That is below XDG_CACHE_HOME, or below ~/.cache where it is not set, is empty, or is a relative path: the specification
-    has those ignored. Nothing is made.
+    It is below XDG_CACHE_HOME, or below ~/.cache if that variable is not set, is empty, or is a relative path, which the
+    specification ignores. The function does not create the folder.
     """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "megacpp-overlays"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in one step, as UTF-8; see `write`."""
+    """Write a text atomically, as UTF-8; see `write`."""
     write({path: text.encode()})
 
 
 def write(contents: Mapping[Path, bytes], *, private: bool = False) -> None:
-    """Write files, each in one step, and none of them before all are on the disk.
+    """Write files, each atomically. No file is replaced before the drafts of all are on the disk.
 
     A regular file keeps its mode. A character device, a FIFO and an open descriptor, such as `/dev/stdout`, are written
-    in place: their content follows what they were sent before. A link stays a link, and its target is written.
+    in place: the content is appended to their stream. A link stays a link, and its target is written.
 
     Args:
         contents: by path.
         private: a new file is for this user alone, and a link is replaced.
 
     Raises:
-        OSError: one cannot be written, is a folder, a socket or a block device, or is reached through a link that
-            `demand_trusted_links` refuses; its attribute `filename` says which. That one and those after it are as they were.
+        OSError: a file cannot be written, is a folder, a socket or a block device, or is reached through a link that
+            `demand_trusted_links` refuses. The attribute `filename` names the file. That file and those after it are unchanged.
     """
     with ExitStack() as stack:
         prepared = [_prepare(path, content, stack, private=private) for path, content in contents.items()]
@@ -63,14 +63,14 @@ def write(contents: Mapping[Path, bytes], *, private: bool = False) -> None:
 
 
 class _PendingWrite(Protocol):
-    """Content that only its last step is missing for."""
+    """A prepared write that lacks only its last step."""
 
     def finish(self) -> None:
-        """Take the last step."""
+        """Complete the write."""
 
 
 class _Draft:
-    """Content of a regular file, on the disk under another name."""
+    """Content of a regular file, in a draft file next to it."""
 
     def __init__(self, path: Path, target: Path) -> None:
         self.path, self.target = path, target
@@ -108,7 +108,7 @@ def _prepare(path: Path, content: bytes, stack: ExitStack, *, private: bool) -> 
 
 
 def _mode_of(path: Path) -> int:
-    """Return the type and mode of what has this name, a link not followed; 0 if nothing has it."""
+    """Return the type and mode of a path, without following a link; 0 if it does not exist."""
     try:
         return path.lstat().st_mode
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def _is_written_in_place(path: Path) -> bool:
 
 
 def _opened_in_place(path: Path) -> int:
-    """Open a character device or a FIFO for writing, without waiting for a reader that is not there."""
+    """Open a character device or a FIFO for writing, without waiting for a reader of the FIFO."""
     try:
         descriptor = os.open(path, _IN_PLACE)
     except OSError as error:
@@ -133,25 +133,25 @@ def _opened_in_place(path: Path) -> int:
 
 
 def _demand_replaceable(path: Path) -> None:
-    """Raise where a name belongs to something that a regular file must not take the place of."""
+    """Raise if a path is neither a regular file nor a link: a regular file must not replace it."""
     mode = _mode_of(path)
     if mode and not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise _not_regular(mode, path)
 
 
 def demand_trusted_links(path: Path) -> None:
-    """Raise where a path leads through a link that another user may have made for this one to follow.
+    """Raise if a path leads through a link that another user may have planted.
 
     A link in a folder that every user may write to, such as `/tmp`, is followed only if this user or root owns it.
 
     Raises:
-        OSError: there is such a link, or too many links.
+        OSError: the path has such a link, or too many links.
     """
     _resolved(path)
 
 
 def _resolved(path: Path) -> Path | int:
-    """Return a path without links, or the number of the descriptor of this process that it stands for."""
+    """Return a path without links, or the number of the open descriptor of this process that it names."""
     left = list(reversed(path.absolute().parts[1:]))
     found = Path("/")
     links = 0
@@ -181,7 +181,7 @@ def _resolved(path: Path) -> Path | int:
 def _demand_trusted_link(link: Path) -> None:
     owner = link.lstat().st_uid
     if owner not in {os.geteuid(), _ROOT} and link.parent.stat().st_mode & stat.S_IWOTH:
-        reason = f"it is a link of user {owner} in a folder that everybody may write into; name what it leads to"
+        reason = f"it is a link of user {owner} in a folder that everybody may write into; name its target instead"
         raise PermissionError(errno.EPERM, reason, os.fspath(link))
 
 
@@ -203,10 +203,10 @@ def _draft(target: Path, content: bytes, mode: int, stack: ExitStack) -> _Draft:
 
 
 def read(path: Path, limit: int = LARGEST) -> bytes:
-    """Return what a regular file holds; a link is followed.
+    """Return the content of a regular file; a link is followed.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than the limit.
+        OSError: the file cannot be read, is not a regular file, or is larger than the limit.
     """
     return _read(os.open(path, _TO_READ), path, limit)
 
@@ -215,7 +215,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file of any size; a link is followed.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     return _regular(os.open(path, _TO_READ), path)
 
@@ -225,21 +225,21 @@ def read_text(path: Path, limit: int = LARGEST) -> str:
 
     Raises:
         OSError: as `read`.
-        UnicodeDecodeError: it is no such text.
+        UnicodeDecodeError: the content is not valid UTF-8.
     """
     return read(path, limit).decode()
 
 
 def read_own(path: Path, limit: int, *, or_of_root: bool = False) -> bytes:
-    """Return what a regular file of this user holds, found without following a link to it.
+    """Return the content of a regular file that this user owns; a link to it is not followed.
 
     Args:
         path: of the file.
         limit: bytes.
-        or_of_root: whether it may also be one of root.
+        or_of_root: whether root may own the file as well.
 
     Raises:
-        OSError: it cannot be read, or is not what is said above.
+        OSError: the file cannot be read, is a link, is not a regular file, has another owner, or is larger than the limit.
     """
     descriptor = os.open(path, _TO_READ | os.O_NOFOLLOW)
     if (owner := os.fstat(descriptor).st_uid) not in _owners(or_of_root):
@@ -253,7 +253,7 @@ def _read(descriptor: int, path: Path, limit: int) -> bytes:
         pieces, left = [], limit - os.fstat(descriptor).st_size
         if left >= 0:
             left = limit
-            # In pieces: a read of so many bytes takes the memory for all of them, however few there are.
+            # In pieces: one read allocates memory for all the bytes that it asks for, even if the file has few.
             while left >= 0 and (piece := file.read(min(_PIECE, left + 1))):
                 pieces.append(piece)
                 left -= len(piece)
@@ -278,7 +278,7 @@ def _not_regular(mode: int, path: Path) -> OSError:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the block for a folder, which is made if it is not there; others wait."""
+    """Hold the lock of a folder during the block, so that one process at a time runs it. The folder is created if needed."""
     import fcntl  # noqa: PLC0415 - a launch locks nothing
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -292,10 +292,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder for this user alone, unless it is there.
+    """Create a folder that only this user can read and write, unless it exists.
 
     Raises:
-        OSError: it cannot be made, or `demand_private_folder` refuses the one that is there.
+        OSError: the folder cannot be created, or `demand_private_folder` refuses an existing one.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -303,7 +303,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def is_of_root_alone(folder: Path) -> bool:
-    """Return whether a folder is there that root has made, that root alone can write into, and this process is not root."""
+    """Return whether a folder exists, belongs to root and is writable by root alone, and this process is not root."""
     try:
         found = folder.stat()
     except OSError:
@@ -316,14 +316,14 @@ def _owners(or_of_root: bool) -> set[int]:
 
 
 def demand_private_folder(folder: Path, *, or_of_root: bool = False) -> None:
-    """Raise where somebody else could put files into a folder, or take them out.
+    """Raise if another user could put files into a folder, or remove them.
 
     Args:
-        folder: which one.
-        or_of_root: whether root may, too, as it can anyway.
+        folder: the folder.
+        or_of_root: whether root may own it, too; root can write into every folder anyway.
 
     Raises:
-        OSError: it belongs to another user, or others may write into it.
+        OSError: the folder belongs to another user, or others may write into it.
     """
     found = folder.stat()
     if found.st_uid not in _owners(or_of_root):

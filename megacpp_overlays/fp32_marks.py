@@ -1,6 +1,6 @@
-"""Parameters that stay in fp32 when Megatron casts a model to half precision, and the mark that says so.
+"""Marks for parameters that stay in fp32 when Megatron casts a model to half precision.
 
-A model author says it in one of three ways, from the narrowest to the widest:
+A model author marks parameters in one of three ways, from the narrowest to the widest:
 
     keep_in_fp32(self.A_log)                          one parameter, in the constructor of its module
     @keeps_in_fp32("A_log", "D")                      every instance of a class, subclasses included
@@ -26,12 +26,12 @@ Parameter = TypeVar("Parameter")
 Class = TypeVar("Class", bound=type)
 
 MARK = "keep_in_fp32"
-"""The attribute of a parameter that says so; its name is Megatron's."""
+"""The attribute that marks a parameter; its name is Megatron's."""
 
 MAMBA3 = "mamba_ssm.modules.mamba3.Mamba3"
 MAMBA3_ALWAYS = ("dt_bias", "D", "B_bias", "C_bias")
 MAMBA3_MIMO = ("mimo_x", "mimo_z", "mimo_o")
-"""Mamba-3 creates these in fp32 whatever `dtype` says, and its kernels declare them as fp32 (mamba-ssm
+"""Mamba-3 creates these in fp32 for every `dtype`, and its kernels declare them as fp32 (mamba-ssm
 2.3.2.post1, `modules/mamba3.py`). The second set is only there with `is_mimo=True`."""
 
 _ON_CLASS = "__keeps_in_fp32__"
@@ -44,7 +44,7 @@ class Declaration(NamedTuple):
     optional: frozenset[str] = frozenset()
 
     def plus(self, other: Declaration) -> Declaration:
-        """Return both together."""
+        """Return the union of two declarations."""
         return Declaration(self.required | other.required, self.optional | other.optional)
 
 
@@ -73,7 +73,7 @@ def keeps_in_fp32(*names: str, optional: tuple[str, ...] = ()) -> Callable[[Clas
     Args:
         names: parameters that every instance has; wrapping a model fails where one is missing, because a
             misspelt name would lose its bits in silence.
-        optional: parameters that only some instances have. A subclass uses this to loosen what a base requires.
+        optional: parameters that only some instances have. A subclass uses this to relax the requirements of a base.
 
     Raises:
         TypeError: no name was given.

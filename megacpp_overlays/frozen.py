@@ -1,10 +1,10 @@
-"""Frozen records of named fields: frozen dataclasses and named tuples, without code that is compiled for each class.
+"""Frozen records of named fields: replacements of frozen dataclasses and named tuples that compile no code for each class.
 
-What an import of this package makes is made of these, a tenth of the price: to make a dozen classes with `dataclasses` and
-`typing.NamedTuple` was a third of what the import costs. They behave alike. Of a `Frozen` record fields are given by name,
-a field without a default must be given, no field can be set or deleted afterwards, subclasses add fields, and
-`dataclasses.fields` and `dataclasses.replace` take it. A `NamedTuple` is a tuple with the methods that it always has. Type
-checkers take them for what they stand for.
+The classes that an import of this package creates use them, at a tenth of the cost. Creating a dozen classes with
+`dataclasses` and `typing.NamedTuple` took a third of the import time. The behaviour is the same. A `Frozen` record takes its
+fields by name, and a field without a default must be given. No field can be set or deleted afterwards, subclasses add fields,
+and `dataclasses.fields` and `dataclasses.replace` accept a record. A `NamedTuple` is a tuple with the methods of
+`typing.NamedTuple`. Type checkers see frozen dataclasses and `typing.NamedTuple`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from dataclasses import Field
-    from dataclasses import replace as replace  # a checker knows these and checks what is given to them
+    from dataclasses import replace as replace  # type checkers know these and check the arguments
     from typing import NamedTuple as NamedTuple
 
     from typing_extensions import dataclass_transform
 else:
 
     def dataclass_transform(**_) -> Any:
-        """Return what leaves a class as it is: it is there for type checkers alone."""
+        """Return a decorator that leaves a class unchanged; only type checkers use it."""
         return lambda cls: cls
 
     def replace(record, /, **changes) -> Any:
-        """Return a record like this one but for the fields that are given; the same as `dataclasses.replace`."""
+        """Return a copy of a record with the given fields changed, like `dataclasses.replace`."""
         return record.__replace__(**changes)
 
     class _TupleType(type):
-        """Type of named tuples: the annotations of a class are its fields, and its instances have nothing beside them."""
+        """Metaclass of named tuples: the annotations of a class are its fields, and its instances have no other attributes."""
 
         def __new__(mcs, name, bases, namespace) -> Any:
             cls = super().__new__(mcs, name, bases, {"__slots__": (), **namespace})
@@ -43,16 +43,16 @@ else:
             return cls
 
     class NamedTuple(tuple, metaclass=_TupleType):
-        """Base class of named tuples, as `typing.NamedTuple` is one."""
+        """Base class of named tuples, in place of `typing.NamedTuple`."""
 
         _fields = ()
         _field_defaults: ClassVar = {}
 
         def __new__(cls, /, *values, **named) -> Any:
-            """Take fields in order, or by name.
+            """Create a tuple from its fields, in order or by name.
 
             Raises:
-                TypeError: a field is missing or given twice, or there is none of that name or number.
+                TypeError: a field is missing or given twice, or there is no field of that name or position.
             """
             if not named and len(values) == len(cls._fields):
                 return tuple.__new__(cls, values)
@@ -68,7 +68,7 @@ else:
             return tuple.__new__(cls, [given[name] for name in cls._fields])
 
         def __getnewargs__(self) -> Any:
-            """Return what a copy is made of."""
+            """Return the arguments of `__new__` for a copy."""
             return tuple(self)
 
         @classmethod
@@ -102,7 +102,7 @@ _Self = TypeVar("_Self", bound="Frozen")
 
 
 class _DataclassFields:
-    """The fields as `dataclasses` describes them, made when somebody asks: it takes for its own what has them."""
+    """The fields as `dataclasses` describes them, created on first access; `dataclasses` accepts any class that has them."""
 
     def __get__(self, _record: object, cls: type[Frozen]) -> Mapping[str, Field[Any]]:
         import dataclasses  # noqa: PLC0415 - no launcher needs it
@@ -117,7 +117,7 @@ class _DataclassFields:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False)
 class Frozen:
-    """Base class of frozen records, which are equal to themselves alone. Annotations of a subclass are its fields."""
+    """Base class of frozen records, compared by identity. The annotations of a subclass are its fields."""
 
     _kinds: ClassVar[dict[str, Any]] = {}
     """Every field in order, with its annotation."""
@@ -130,7 +130,7 @@ class Frozen:
         __dataclass_fields__ = _DataclassFields()
 
     def __init_subclass__(cls) -> None:
-        """Read the fields of a subclass; those of its bases come first."""
+        """Collect the fields of a subclass; those of its bases come first."""
         own = inspect.get_annotations(cls)
         kinds = {
             name: kind for name, kind in own.items() if not str(kind).startswith(("ClassVar[", "typing.ClassVar["))
@@ -139,23 +139,23 @@ class Frozen:
         cls._defaults = {**cls._defaults, **{name: cls.__dict__[name] for name in kinds if name in cls.__dict__}}
 
     def __init__(self, **fields: Any) -> None:
-        """Take every field by its name.
+        """Create a record from its fields, by name.
 
         Raises:
-            TypeError: a field is missing, or there is none of that name.
+            TypeError: a field is missing, or there is no field of that name.
         """
         values = {**self._defaults, **fields}
         if values.keys() != self._kinds.keys():
             _refuse(f"{type(self).__name__}.__init__()", self._kinds, values, "keyword-only")
-        # An instance refuses to be changed by assignment, so this goes past it.
+        # `__setattr__` refuses every assignment, so the fields are written into the instance dictionary.
         vars(self).update({name: values[name] for name in self._kinds})
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check the fields together; for subclasses."""
+        """Validate the fields together; subclasses override it."""
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        """Refuse: a record is replaced and not edited.
+        """Refuse the assignment: a record is replaced and not edited.
 
         Raises:
             dataclasses.FrozenInstanceError: always.
@@ -165,7 +165,7 @@ class Frozen:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
     def __delattr__(self, name: str) -> NoReturn:
-        """Refuse, as for assignment.
+        """Refuse the deletion, as for an assignment.
 
         Raises:
             dataclasses.FrozenInstanceError: always.
@@ -175,7 +175,7 @@ class Frozen:
         raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     def __replace__(self: _Self, /, **changes: Any) -> _Self:
-        """Return a record like this one but for the fields that are given; `copy.replace` of newer Pythons asks it."""
+        """Return a copy of this record with the given fields changed; `copy.replace` of newer Pythons calls it."""
         return type(self)(**{**vars(self), **changes})
 
     def __repr__(self) -> str:
@@ -184,7 +184,7 @@ class Frozen:
 
 
 class FrozenValue(Frozen):
-    """Base class of frozen records that are equal when their fields are."""
+    """Base class of frozen records, compared by their fields."""
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if type(other) is type(self) else NotImplemented

@@ -1,7 +1,7 @@
-"""JSON that others wrote: a text is parsed, or refused with a ValueError, however it is nested.
+"""Parser of untrusted JSON: a text is parsed, or refused with a ValueError, at any depth of nesting.
 
-The parser of the standard library raises RecursionError for a text that is nested too deeply, and so would all that walks
-through such data afterwards.
+The parser of the standard library raises RecursionError for a text that is nested too deeply, and so would any code that
+walks through such data afterwards.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import json
 from typing import Any
 
 DEEPEST = 100
-"""Levels. The audits, manifests and answers that are read here have less than ten."""
+"""Levels. The audits, manifests and answers that this package reads have less than ten."""
 
 
 def parse(text: str | bytes) -> Any:
     """Return the data of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or is nested more than `DEEPEST` levels deep.
+        ValueError: the text is not JSON, or is nested more than `DEEPEST` levels deep.
     """
     try:
         data = json.loads(text)

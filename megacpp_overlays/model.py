@@ -1,8 +1,8 @@
-"""The words of the project as data: verdicts, findings, overlays and gates, decisions.
+"""Data model of the project: verdicts, findings, overlays and gates, decisions.
 
-Standard library only, no effects. Everything here is frozen: a decision that was taken is not edited,
-it is replaced by the next one. None of the classes is a dataclass, because an import of this package makes them all: what
-is small is a named tuple, what has many fields is a `Frozen` record.
+Standard library only, no side effects. Every class is frozen: a new decision replaces the old record and does not edit it.
+The import of this package creates all of these classes, so none is a dataclass: a small one is a named tuple, one with many
+fields is a `Frozen` record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(enum.Enum):
-    """What a probe says about the code that is really there."""
+    """The verdict of a probe on the installed source."""
 
     BROKEN = "BROKEN"
     FIXED = "FIXED"
@@ -29,40 +29,40 @@ class Verdict(enum.Enum):
 
 
 class Decision(enum.Enum):
-    """What the loader did about it."""
+    """The action that the loader took on a verdict."""
 
     ARMED = "armed"
     """The hook waits; the target has not been imported yet."""
     ACTIVE = "active"
-    """Every seam is in, every live binding leads to it, and the self-test passed."""
+    """Every seam is installed, every live binding leads to it, and the self-test passed."""
     RETIRED = "retired"
-    """Upstream no longer has the defect: its repair was read or witnessed, and is what is loaded. Nothing was installed."""
+    """Upstream no longer has the defect: its repair was read or witnessed, and is the loaded code. Nothing was installed."""
     ABSENT = "absent"
     """The target is not in this environment or not in this version; nothing was installed."""
     DISABLED = "disabled"
     """Switched off, or only observed; nothing was installed."""
     GATED = "gated"
-    """What is installed together cannot work, and nothing can be replaced; the reason says what to do."""
+    """The installed combination cannot work, and no seam can repair it; the reason names the remedy."""
     UNPROVED = "unproved"
     """The probe does not recognise upstream, and its reproducer has not run on it yet; nothing was installed."""
     CONFLICT = "conflict"
-    """Something was not recognised or did not work; upstream is exactly as it was."""
+    """The source was not recognised or an installation failed; upstream is unchanged."""
 
 
 UNDECIDED = frozenset({Decision.CONFLICT, Decision.UNPROVED})
-"""Decisions with which a run that must not go on unrepaired ends: nothing was installed, and the defect may be there."""
+"""Decisions that end a strict run: nothing was installed, and the defect may be there."""
 
 
 class Proof(enum.Enum):
-    """How a verdict is known where it is not the probe's alone. What only looks repaired is UNRECOGNISED."""
+    """The proof of a verdict that does not rest on the probe alone. Source that only looks repaired is UNRECOGNISED."""
 
     READ = "read"
-    """Every body that holds the repair, or that it goes through, is one that was read before, by fingerprint."""
+    """Every body that holds the repair, or that the repair goes through, has the fingerprint of one that was read before."""
     WITNESSED = "witnessed"
-    """The reproducer was run on this very source in this environment: it saw no defect (FIXED), nothing that could have it
+    """The reproducer was run on this source in this environment: it saw no defect (FIXED), no code that could have the defect
     (ABSENT), or a defect that the overlay repairs (BROKEN)."""
     LEARNED = "learned"
-    """The same on this very release, when this package was made."""
+    """The reproducer was run on this release when this package was built."""
 
 
 class Body(NamedTuple):
@@ -95,7 +95,7 @@ class Reading(NamedTuple):
     line: int
     """First line of the definition, decorators included, or of the import."""
     wrappers: int = 0
-    """How many wrappers the decorators of a function explain."""
+    """Number of wrappers that the decorators of a function account for."""
     origin: str = ""
     """`module:name` that an imported name is taken from."""
 
@@ -104,7 +104,7 @@ class Reading(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A shipped file that holds a repair and is no Python, such as C++, with the hash of what was compared."""
+    """A shipped file that holds a repair and is not Python, such as C++, with the hash of the compared text."""
 
     path: str
     sha256: str
@@ -114,7 +114,7 @@ class Text(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """One thing a probe saw, and where."""
+    """One observation of a probe, with its file and line."""
 
     seen: str
     file: str | None = None
@@ -128,27 +128,27 @@ class Evidence(NamedTuple):
 
 
 class Finding(FrozenValue):
-    """The answer of a probe: a verdict, the name of the shape it recognised, and what it saw.
+    """The result of a probe: a verdict, the name of the recognised shape, and the evidence.
 
-    A BROKEN finding must name its shape, because the shape selects the seams. A FIXED one must say how that was proved
-    and where the repair is: a team deletes its own patch on that word.
+    A BROKEN finding must name its shape, because the shape selects the seams. A FIXED finding must name its proof and the
+    place of the repair, because a team deletes its own patch on that verdict.
     """
 
     verdict: Verdict
     shape: str | None
     evidence: tuple[Evidence, ...]
     repair: tuple[Body | Text, ...] = ()
-    """Where the repair is: for FIXED what was compared, for what looks repaired what would have to be."""
+    """Place of the repair. For FIXED: the bodies that were compared. For a source that looks repaired: the bodies to compare."""
     proof: Proof | None = None
-    """How FIXED was earned, or another verdict where its reproducer showed it; None where the probe says it."""
+    """Proof of FIXED, or of another verdict that the reproducer showed; None for a verdict of the probe."""
     looks_repaired: bool = False
-    """Whether something UNRECOGNISED has the structure of a repair, though nobody read it."""
+    """Whether an UNRECOGNISED source has the structure of a repair, though that text was never read."""
     unpublished: bool = False
-    """Whether the repair was read, and is here in a tree that is no published release."""
+    """Whether the repair was read, but is in a tree that is no published release here."""
     candidates: tuple[str, ...] = ()
-    """Shapes whose seams can be placed in something UNRECOGNISED, see `loader.contract`; the reproducer tells which repairs."""
+    """Shapes whose seams can be placed in an UNRECOGNISED source, see `loader.contract`; the reproducer shows which one repairs."""
     read: tuple[Reading, ...] = ()
-    """Definitions that the probe asked for. The loader records them, and holds the live process against them."""
+    """Definitions that the probe asked for. The loader records them and compares the running process with them."""
 
     def __post_init__(self) -> None:
         if self.verdict is Verdict.BROKEN and not self.shape:
@@ -160,9 +160,9 @@ class Finding(FrozenValue):
         if self.verdict is not Verdict.FIXED and self.proof is Proof.READ:
             raise ValueError("nothing but FIXED is proved by reading")
         if self.verdict is Verdict.UNRECOGNISED and self.proof is not None:
-            raise ValueError("what is UNRECOGNISED is not proved")
+            raise ValueError("an UNRECOGNISED finding has no proof")
         if (self.looks_repaired or self.candidates) and self.verdict is not Verdict.UNRECOGNISED:
-            raise ValueError("only what is UNRECOGNISED merely looks repaired, or has candidates")
+            raise ValueError("only an UNRECOGNISED finding can look repaired, or have candidates")
         if self.unpublished and not self.looks_repaired:
             raise ValueError("only a repair is one that was read in no release")
         if bool(self.repair) is not (self.verdict is Verdict.FIXED or self.looks_repaired):
@@ -174,14 +174,14 @@ class Finding(FrozenValue):
 
 
 class Observation(NamedTuple):
-    """What a witness or a self-test saw when it ran the loaded target."""
+    """The result of a witness or a self-test that ran the loaded target."""
 
     broken: bool
     seen: str
 
 
 class Target(NamedTuple):
-    """What an overlay is about: a distribution, a module in it, and a qualified symbol in that."""
+    """The upstream code that an overlay is for: a distribution, a module in it, and a qualified symbol in the module."""
 
     distribution: str
     module: str
@@ -192,10 +192,10 @@ class Target(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """One declared seam: the symbol to replace and how to make what replaces it.
+    """One declared seam: the symbol to replace, and a factory of the replacement.
 
     `make(original, module)` gets the plain function that is there now (unwrapped from staticmethod,
-    classmethod or property) and the target module; it returns the function to put in its place. It may
+    classmethod or property) and the target module; it returns the replacement function. It may
     import torch and kernels: the target has imported them already.
     """
 
@@ -204,7 +204,7 @@ class Replacement(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """An upstream issue or pull request, and its state when somebody last looked."""
+    """An upstream issue or pull request, with its state when it was last checked."""
 
     repository: str
     number: int
@@ -218,57 +218,58 @@ _Kind = TypeVar("_Kind", bound="Erratum")
 
 
 class Erratum(Frozen):
-    """The declaration of one upstream defect, and of what to do about it: an `Overlay` repairs, a `Gate` warns.
+    """The declaration of one upstream defect and its remedy: an `Overlay` repairs it, a `Gate` warns of it.
 
-    No field that each has something to say about has a default, but for those that say the same in other words. When an erratum is over is no field: it is when its probe says FIXED.
+    A field that every declaration must fill has no default; fields that repeat another one in other words have one. There is no
+    field for the end of an erratum: it ends when its probe says FIXED.
 
     Raises:
-        RegistryError: `retired` is given, a check of its own that an overlay had up to 0.1: delete it.
+        RegistryError: `retired` is given, a separate check that overlays declared up to 0.1: delete it.
     """
 
     remedy: ClassVar[Decision]
-    """What is done about a broken shape that it answers."""
+    """The decision for a broken shape that it answers."""
     installs: ClassVar[bool]
     """Whether it may change anything in a process."""
     kind: ClassVar[str]
-    """What it is called."""
+    """Its kind as a word for users: overlay or gate."""
     untreated: ClassVar[str]
-    """Head of `breaks` on a page: what the reader would have to leave out or do."""
+    """Heading of `breaks` on a page: the condition under which the defect does its harm."""
     advice: ClassVar[str]
-    """Head of a sentence of `unsupported` on a page."""
+    """Heading of a sentence of `unsupported` on a page."""
 
     id: str
     """Lower-case words joined by hyphens; also the name in logs, variables and the ledger."""
     pack: int
     """Number of the upstream problem in the inventory."""
     title: str
-    """What it does, in one short sentence."""
+    """Its effect, in one short sentence."""
     target: Target
     probe: Callable[[SourceTree], Finding]
     """Pure, standard library only: source in, finding out."""
     unsupported: Mapping[str, str]
-    """Broken shapes that are known but not repaired, each with a sentence: why, or for a gate what to do about it."""
+    """Broken shapes that are known but not repaired, each with a sentence: the reason, or for a gate the remedy."""
     breaks: str
-    """What goes wrong without it, for the log line."""
+    """The failure without it, for the log line."""
     retire_when: str
-    """The sentence that says when it is deleted: what upstream has once the probe says FIXED."""
+    """The condition for deleting it: the repair that upstream has once the probe says FIXED."""
     threads: tuple[Thread, ...]
     last_validated: str
     """Date, host and versions of the last validation."""
     brief: str = ""
-    """What it repairs, in the few words that its line in a log has room for: `gradients with reduction="none"`. Without it
-    the line has the beginning of the title."""
+    """The repaired behaviour, in few words for its line in a log: `gradients with reduction="none"`. If it is empty, the line
+    has the beginning of the title."""
     until: str = ""
     """`retire_when` in as few words."""
     symptoms: tuple[str, ...] = ()
-    """What a person sees who has the defect, in the words of an experiment log or of a traceback: `grad_norm is 0`. The command
+    """Symptoms of the defect, in the words of an experiment log or of a traceback: `grad_norm is 0`. The command
     `symptom` searches them, and docs/symptoms.md lists them."""
     concerns: str = ""
-    """Features of a model without which it has nothing to do, as a predicate of `concerns.features`: `mla and tensor_parallel`, or
-    `every model`. Without one it is taken to concern every model. Nothing that decides or installs reads it."""
+    """Features of a model that the defect needs, as a predicate of `concerns.features`: `mla and tensor_parallel`, or
+    `every model`. An empty predicate counts as every model. No decision and no installation reads it."""
 
     def __new__(cls: type[_Kind], **fields: object) -> _Kind:
-        """Refuse a field of 0.1 by name: the error about an unknown argument would not say what to do."""
+        """Refuse a field of 0.1 by name, because the error about an unknown argument would not name the remedy."""
         if "retired" in fields:
             raise RegistryError(
                 f"{fields.get('id')} declares `retired`, which has gone: an overlay is due when its probe says FIXED. "
@@ -293,25 +294,25 @@ class Erratum(Frozen):
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """Distributions that it is about, beside that of the target."""
+        """Distributions that it concerns, in addition to that of the target."""
         return ()
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """Every function that the declaration brings: what runs is told by them and by the fields."""
+        """Every function of the declaration. With the fields, they determine the code that runs."""
         return (self.probe,)
 
     def answers(self, shape: str | None) -> bool:
-        """Return whether it can do what it is there for where the probe named this broken shape."""
+        """Return whether it has a remedy for a broken shape that the probe named."""
         raise NotImplementedError
 
 
 class Overlay(Erratum):
-    """The declaration of one runtime fix: seams for each shape that is repaired, and the tests that they hold.
+    """The declaration of one runtime fix: seams for each repaired shape, and checks that the seams work.
 
-    A defect that upstream keeps in several modules, at once or one after the other, is declared in *parts*: one
-    declaration for each target module, alike in id, pack, title, breaks, retire_when and threads. Each part is
-    decided on its own; the switch is one, and an audit leaves out parts that have nothing to do where another has.
+    A defect that upstream has in several modules, at once or one after the other, is declared in *parts*: one
+    declaration for each target module, with the same id, pack, title, breaks, retire_when and threads. Each part is
+    decided on its own. All parts share one switch, and an audit leaves out idle parts where another part has work.
     """
 
     remedy = Decision.ACTIVE
@@ -325,15 +326,15 @@ class Overlay(Erratum):
     witness: Callable[[ModuleType], Observation] | None
     """Cheap check of the loaded target before installing; must agree with the finding."""
     self_test: Callable[[ModuleType], Observation]
-    """The same question through the public entry after installing; must say not broken."""
+    """The same check through the public entry after installing; must report not broken."""
     opt_in: bool
-    """Whether it stays off until its variable says `on`, because it changes more than what is broken."""
+    """Whether it stays off until its variable says `on`, because it changes more than the defect."""
     needs: tuple[str, ...] = ()
-    """Ids of overlays without whose repair this one does harm. It goes in only where each of them is active, or upstream
-    is right or has no such thing, and comes out when that ends. Most need nothing."""
+    """Ids of the overlays that this one depends on: without their repair it does harm. It is installed only where each of them
+    is active, or is not needed because upstream is right or has no such code. It is taken out when that ends. Most need nothing."""
     needs_parts: tuple[str, ...] = ()
-    """Target modules of other parts of the same overlay without which this part has no effect, or does harm. The rule is
-    that of `needs`. No circle: what several parts need is in a part that needs none of them."""
+    """Target modules of other parts of the same overlay that this part depends on: without them it has no effect, or does harm.
+    The rule is that of `needs`. Dependencies have no cycle: code that several parts need is in a part that needs none of them."""
 
     @property
     def off_by_default(self) -> bool:
@@ -352,7 +353,7 @@ class Overlay(Erratum):
         return (self.probe, self.self_test, *([self.witness] if self.witness else []), *makes)
 
     def depends_on(self, other: Erratum) -> bool:
-        """Return whether this one may be in only while another overlay, or another part of its own, is."""
+        """Return whether this overlay may be installed only while another overlay, or another part of its own, is."""
         if other.id == self.id:
             return other.target.module in self.needs_parts
         return other.id in self.needs
@@ -363,10 +364,10 @@ class Overlay(Erratum):
 
 
 class Gate(Erratum):
-    """The declaration of a combination that cannot work: nothing is installed, and a run is told when it arms.
+    """The declaration of a combination that cannot work: it installs nothing, and warns the user when the process arms.
 
-    It is read from source before anything is imported, so that a run is told before its first compile. Its probe says
-    BROKEN where the combination is installed, and `unsupported` names every such shape, each with what to do about it.
+    The probe reads source before anything is imported, so the warning comes before the first compile of a run. The probe says
+    BROKEN where the combination is installed, and `unsupported` names every such shape, each with its remedy.
     """
 
     remedy = Decision.GATED
@@ -376,12 +377,12 @@ class Gate(Erratum):
     advice = "What to do"
 
     beside: tuple[str, ...]
-    """Distributions of the combination, beside that of the target."""
+    """Distributions of the combination, in addition to that of the target."""
     decided_by: str | None = None
-    """The one of them whose release decides whether the combination works; None where that of the target does."""
+    """The distribution among `beside` whose release decides whether the combination works; None for that of the target."""
     elsewhere: Callable[[], str | None] | None = None
-    """Says why this host is not concerned, such as that it has other GPUs, and None where it is. Asked only where the
-    combination is installed; a matrix and a mutant are the same on every host. None where every host is concerned."""
+    """Returns the reason why this host is not concerned, such as that it has other GPUs, or None if it is. It is called only
+    where the combination is installed: a matrix and a mutant are the same on every host. None if every host is concerned."""
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -390,7 +391,7 @@ class Gate(Erratum):
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """Distributions of the combination, beside that of the target."""
+        """Distributions of the combination, in addition to that of the target."""
         return self.beside
 
     def answers(self, shape: str | None) -> bool:
@@ -404,7 +405,7 @@ def variable_for(overlay_id: str) -> str:
 
 
 class Record(Frozen):
-    """One decision of this process, with everything a reader needs to check it."""
+    """One decision of this process, with the data to check it."""
 
     overlay: Erratum
     decision: Decision
@@ -415,22 +416,22 @@ class Record(Frozen):
     source_sha256: str | None = None
     """Hash of the text of the target module."""
     seams: tuple[str, ...] = ()
-    """Qualified names that lead to a seam now."""
+    """Qualified names that are bound to a seam now."""
     rebound: tuple[str, ...] = ()
-    """Stale aliases that were found by identity and now lead to the seam too."""
+    """Stale aliases that were found by identity and are bound to the seam now."""
     calls: tuple[tuple[str, int], ...] = ()
-    """Seams, and how often each was called in this process so far; what does not count its calls is left out."""
+    """Seams, with the number of calls of each in this process so far; a seam that does not count its calls is left out."""
     around: tuple[str, ...] = ()
-    """What of somebody else's stands in the place of a seam, around it or beside it, by names that all processes share."""
+    """Third-party code in the place of a seam, around it or next to it, by names that are the same in all processes."""
 
     @property
     def verdict(self) -> str:
-        """The verdict as text, or `-` where no probe has run."""
+        """The verdict as text, or `-` if no probe has run."""
         return self.finding.verdict.value if self.finding else "-"
 
     @property
     def proof(self) -> str | None:
-        """How the verdict was proved, as text; None where the probe says it."""
+        """The proof of the verdict as text; None for a verdict of the probe alone."""
         return self.finding.proof.value if self.finding and self.finding.proof else None
 
     @property

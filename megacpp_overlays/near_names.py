@@ -1,4 +1,4 @@
-"""Suggestions for a misspelt name, at the end of an error: at most three, whatever case they were written in."""
+"""Suggestions for a misspelt name, for the end of an error message: at most three names, compared without case."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 _MOST = 3
-"""Names in one suggestion; of more that are as near, the shortest stands for all."""
+"""Names in one suggestion; if more are equally near, only the shortest is suggested."""
 _LEAST_INSIDE = 3
-"""Letters of a word that may be found inside of a name; fewer are in any."""
+"""Letters of a word that is searched inside names; a shorter one is in almost every name."""
 _MOST_LISTED = 8
-"""Known names that are all listed. More of them would bury the sentence that they follow."""
+"""Known names that a message lists in full. A longer list would hide the sentence before it."""
 
 
 def suggestion(word: str, known: Sequence[str], meant: str = "", where: str = "") -> str:
-    """Return `did you mean scale-pad? known: ...` for a word that is not known, or no list where that would be long.
+    """Return `did you mean scale-pad? known: ...` for an unknown word, without the list of names if it would be long.
 
-    Names that begin with it come before names that contain it, and those before names that are spelt alike. Case does not
-    count, nor does the difference between `-` and `_`.
+    Names that begin with the word come before names that contain it, and those before names of a similar spelling. Case does
+    not count, nor does the difference between `-` and `_`.
 
     Args:
         word: the name that was given.
-        known: all names that there are.
-        meant: the name that the word stands for, where that is known.
-        where: what lists all names, where there are many: `docs/settings.md`.
+        known: all known names.
+        meant: the intended name, if it is known.
+        where: the document that lists all names, for a long list: `docs/settings.md`.
     """
     close = [meant] if meant else _near(word, known)
     if len(close) > _MOST:
@@ -50,7 +50,7 @@ def _plain(name: str) -> str:
 def _near_plain(word: str, known: Sequence[str]) -> list[str]:
     if word in known:
         return [word]
-    # What all have in common tells nothing about which of them is near.
+    # A prefix that all names share says nothing about their distance, so it is left out.
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(word, *known, strict=False))
     common = sum(1 for _ in alike) if len(known) > 1 else 0
     tail = word[common:]

@@ -1,7 +1,8 @@
-"""The one way to put words of others on a terminal or into a log: no character of theirs does anything there.
+"""Escaping of untrusted text for terminals and logs: control characters have no effect there.
 
-File names, metadata, the answers of an index or of a host, exceptions of upstream and what other ranks say may hold escape
-sequences, which clear or forge what a terminal shows, and line ends, which forge lines of a log.
+File names, metadata, the answers of an index or of a host, exceptions of upstream and the statements of other ranks may hold
+escape sequences, which clear or forge the content of a terminal, and line ends, which forge lines of a log. All such text is
+written through this module.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any, TextIO
 
 
 def one_line(text: str) -> str:
-    """Return a text in which every character that is none to be seen is escaped, line ends too: `\\x1b`, `\\n`."""
+    """Return a text with every non-printable character escaped, line ends too: `\\x1b`, `\\n`."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def lines(text: str) -> str:
-    """Return a text as `one_line` does, but with its line ends and tabs."""
+    """Return a text escaped as by `one_line`, but with its line ends and tabs kept."""
     return text if text.isprintable() else "".join(each if each in "\n\t" else _shown(each) for each in text)
 
 
@@ -25,22 +26,22 @@ def _shown(character: str) -> str:
 
 
 class PlainStream:
-    """A stream of text to which nothing is written but characters to be seen, line ends and tabs."""
+    """A text stream that writes only printable characters, line ends and tabs; all others are escaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text, with what the stream cannot encode escaped as well."""
+        """Write a text. Characters that the stream cannot encode are escaped as well."""
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(lines(text).encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def write_in_colour(self, text: str, colour: str) -> None:
-        """Write a text between the escape sequences of a colour, the only ones that get through.
+        """Write a text between the escape sequences of a colour, the only sequences that are written unescaped.
 
         Args:
-            text: escaped as any other.
+            text: escaped like any other text.
             colour: parameters of "select graphic rendition", such as `1;31`.
         """
         self._stream.write(f"\x1b[{colour}m")

@@ -1,11 +1,11 @@
 """Registry of the environment variables that a user sets: names, values, defaults, meanings.
 
-`loader.settings` reads all of them at the import of this package and refuses what is not here, so a typo never leaves a
-fix on that somebody wanted off. Kernels, which lie below the loader, are handed what it found: see `chosen`.
+`loader.settings` reads all of them at the import of this package and refuses an unknown variable, so a typo never leaves a
+fix on that the user switched off. Kernels must not import the loader; they read the values that it found through `chosen`.
 
-Not in the registry, because no run of a user reads them and none of them is refused: `MEGACPP_RELEASES_CACHE` (where
-`megacpp-overlays matrix` keeps archives), `MEGACPP_KNOWN_UNTIL` (see `source.knowledge`), and `MEGACPP_BROWSER`, `MEGACPP_REQUIRE_BROWSER` and `MEGACPP_MIMO_JSON`, which
-are for tests of this project.
+Some variables are not in the registry, because no run of a user reads them. None of them is refused: `MEGACPP_RELEASES_CACHE`
+(the folder in which `megacpp-overlays matrix` keeps archives), `MEGACPP_KNOWN_UNTIL` (see `source.knowledge`), and
+`MEGACPP_BROWSER`, `MEGACPP_REQUIRE_BROWSER` and `MEGACPP_MIMO_JSON`, which are for tests of this project.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.frozen import NamedTuple
 
 PREFIXES = ("MEGACPP_OVERLAY", "MEGACPP_LINEAR_CE", "MEGACPP_SPARSE_ATTENTION")
-"""What names of variables begin with that belong to this package. An unknown one of them is an error."""
+"""Prefixes of the variables of this package. An unknown variable with such a prefix is an error."""
 
 _YES = frozenset({"1", "true", "yes", "on", "enable", "enabled"})
 _NO = frozenset({"0", "false", "no", "off", "none", "disable", "disabled"})
@@ -31,31 +31,31 @@ class Setting(NamedTuple):
     meaning: str
     """One or two sentences."""
     default: str = ""
-    """What counts where the variable is unset or empty; empty if that is nothing."""
+    """The value of an unset or empty variable; empty if there is no default."""
     values: tuple[str, ...] = ()
     """The words that it may hold, in any case."""
     form: str = ""
-    """What else it may hold: `an absolute path`."""
+    """The form of other values that it may hold: `an absolute path`."""
     fits: Callable[[str], bool] = lambda _: False
     """Whether a text that is none of the words has that form."""
     meant: Callable[[str], str] = lambda _: ""
-    """The value that a refused text, in lower case, most likely stands for; empty where there is no telling."""
+    """Returns the likely intended value for a refused text in lower case; empty if there is none."""
     advice: str = ""
-    """How an error about `{text}` ends: what to do, where the form alone does not tell."""
+    """End of the error message about `{text}`: the remedy, where the form alone does not show it."""
     compared_in: str = ""
     """The key of a rank's statement that holds it; empty where ranks may differ in it."""
     ranks: str = ""
-    """How ranks compare it, or why they may differ in it."""
+    """The comparison between ranks, or the reason why they may differ in it."""
 
     def read(self, env: Mapping[str, str], name: str = "") -> str:
         """Return the checked value of an environment: a word in lower case, or a text of the right form.
 
         Args:
             env: usually `os.environ`.
-            name: of the variable, where this setting stands for a family of them.
+            name: the variable, where this setting describes a family of them.
 
         Raises:
-            SettingsError: the value is neither.
+            SettingsError: the value is neither a known word nor of the right form.
         """
         name = name or self.name
         text = env.get(name, "").strip()
@@ -84,7 +84,7 @@ def _yes_or_no(yes: str, no: str) -> Callable[[str], str]:
 
 
 def _is_amount(text: str) -> bool:
-    # One spelling of each number: ranks compare what they were given.
+    # One spelling of each number, because ranks compare the texts of their values.
     return text.isdecimal() and text.isascii() and len(text) <= _LONGEST_NUMBER and not text.startswith("0")
 
 
@@ -134,12 +134,12 @@ PLUGINS = Setting(
     form="names with commas between them",
     fits=lambda _: True,
     compared_in="decisions",
-    ranks="Compared by what they bring: every overlay and the files that declare it.",
+    ranks="Compared by their content: every overlay and the files that declare it.",
 )
 LOG = Setting(
     "MEGACPP_OVERLAYS_LOG",
-    "Where decisions are told: as lines on stderr, through the logger `megacpp_overlays`, as JSON on stderr, or "
-    "appended to a file, as JSON where its name ends in `.json` or `.jsonl`.",
+    "The destination of the log of decisions: lines on stderr, the logger `megacpp_overlays`, JSON on stderr, or "
+    "a file that is appended to, as JSON where its name ends in `.json` or `.jsonl`.",
     default="stderr",
     values=("stderr", "logging", "json"),
     form="a path with a slash in it",
@@ -150,8 +150,8 @@ LOG = Setting(
 )
 LOG_LEVEL = Setting(
     "MEGACPP_OVERLAYS_LOG_LEVEL",
-    "How much is told. `info` has a line for each overlay that is active, one that counts the decisions, and warnings; "
-    "`debug` has all that is known of every decision, and `warning` has nothing but what somebody should look at. JSON has "
+    "The level of the log. `info` has a line for each overlay that is active, one that counts the decisions, and warnings; "
+    "`debug` has every field of every decision, and `warning` has only the lines that need attention. JSON has "
     "every decision from `info` on, and the logger `megacpp_overlays` gets everything, each line at its level.",
     default="info",
     values=("debug", "info", "warning"),
@@ -160,7 +160,7 @@ LOG_LEVEL = Setting(
 )
 RECEIPTS = Setting(
     "MEGACPP_OVERLAYS_RECEIPTS",
-    "The folder in which this process and its children leave what they decided, for a parent that demands it. "
+    "The folder in which this process and its children leave receipts of their decisions, for a parent that demands them. "
     "It is made for this user alone; one that others can write to is refused.",
     form="an absolute path",
     fits=os.path.isabs,
@@ -169,14 +169,14 @@ RECEIPTS = Setting(
 )
 WITNESSES = Setting(
     "MEGACPP_OVERLAYS_WITNESSES",
-    "The folder in which `megacpp-overlays witness` keeps what it proved, and in which a process looks for that; without it "
-    "`megacpp-overlays/witness` in the cache folder of the user. It must belong to the user, or to root as in an image, and nobody "
-    "else may write into it. What a user proves beside the witnesses of root is kept in the cache folder.",
+    "The folder in which `megacpp-overlays witness` keeps its witnesses, and from which a process reads them; without it "
+    "`megacpp-overlays/witness` in the cache folder of the user. It must belong to the user, or to root as in an image, and no other "
+    "user may write into it. Where it belongs to root, the witnesses of a user are kept in the cache folder.",
     form="an absolute path",
     fits=os.path.isabs,
     advice=", and processes may start in any folder",
     compared_in="decisions",
-    ranks="Compared by what it decides: an overlay that is active or retired because it was witnessed, and one that is not, differ.",
+    ranks="Compared by the decisions: an overlay that is active or retired because it was witnessed, and one that is not, differ.",
 )
 AUDIT = Setting(
     "MEGACPP_OVERLAYS_AUDIT",
@@ -215,21 +215,21 @@ REQUIRE = Setting(
 )
 CHILDREN = Setting(
     "MEGACPP_OVERLAYS_CHILDREN",
-    "The environment whose Python processes arm at start-up. `reach_children` and `megacpp-overlays run` set it; nobody "
-    "sets it by hand.",
+    "The environment whose Python processes arm at start-up. `reach_children` and `megacpp-overlays run` set it; do not "
+    "set it by hand.",
     form="the name of an environment",
     fits=_names_environment,
     advice="; unset it, and start the launcher with `python -m megacpp_overlays run`, or call "
     "megacpp_overlays.reach_children() in it",
-    ranks="Not compared: it says how a process was armed, and not what it runs.",
+    ranks="Not compared: it says how a process was armed, and not which code it runs.",
 )
 SAID = Setting(
     "MEGACPP_OVERLAYS_SAID",
-    "Short hashes of the lines that this process and those above it have written, so that a child does not repeat them. "
-    "A process sets it for its children; nobody sets it by hand.",
+    "Short hashes of the log lines that this process and its parents have written, so that a child does not repeat them. "
+    "A process sets it for its children; do not set it by hand.",
     form="hashes with commas between them",
     fits=lambda _: True,
-    ranks="Not compared: it says what was told, and not what runs.",
+    ranks="Not compared: it changes the log, and not the code that runs.",
 )
 LINEAR_CE_MEMORY_MIB = Setting(
     "MEGACPP_LINEAR_CE_MEMORY_MIB",
@@ -243,7 +243,7 @@ LINEAR_CE_MEMORY_MIB = Setting(
 )
 LINEAR_CE_LOGITS = Setting(
     "MEGACPP_LINEAR_CE_LOGITS",
-    "What becomes of the logits of the fused linear cross entropy until the backward pass. `recompute` forms them a second "
+    "How the fused linear cross entropy handles its logits until the backward pass. `recompute` forms them a second "
     "time, `keep` holds them, and `auto` holds them if there is room for them twice at the first call.",
     default="recompute",
     values=("recompute", "keep", "auto"),
@@ -253,7 +253,7 @@ LINEAR_CE_LOGITS = Setting(
 )
 LINEAR_CE_MASKED = Setting(
     "MEGACPP_LINEAR_CE_MASKED",
-    "What becomes of tokens without a gradient in the backward pass of the fused linear cross entropy, and of those without a "
+    "How the fused linear cross entropy handles tokens without a gradient in its backward pass, and tokens without a "
     "label in its forward pass. `compute` treats them like all others, `skip` leaves them out (on Hopper, in half precision), "
     "and `auto` skips them if at most three quarters of the tokens of the first backward pass have a gradient, or a label.",
     default="auto",
@@ -264,9 +264,9 @@ LINEAR_CE_MASKED = Setting(
 )
 SPARSE_ATTENTION_CHOICES = Setting(
     "MEGACPP_SPARSE_ATTENTION_CHOICES",
-    "What attention over chosen keys makes of indices that are neither -1 nor a key, or that a query chose twice. `trust` does "
-    "not look: the former count as no choice, the latter twice. `check` ends the first call that has one in an error with its "
-    "place; it waits for the device in each call, so it is for debugging.",
+    "How attention over chosen keys handles indices that are neither -1 nor a key, or that a query chose twice. `trust` does "
+    "not check them: the former count as no choice, the latter twice. `check` raises an error with the place of the index in the "
+    "first call that has one; it waits for the device in each call, so it is for debugging.",
     default="trust",
     values=("trust", "check"),
     meant=_yes_or_no("check", "trust"),
@@ -306,19 +306,19 @@ SETTINGS = (
     SPARSE_ATTENTION_CHOICES,
     SMALL_CALLS,
 )
-"""Every setting; `SWITCH` stands for one variable of each overlay and gate."""
+"""Every setting; `SWITCH` describes a variable for each overlay and gate."""
 
 OF_KERNELS = tuple(setting for setting in SETTINGS if setting.compared_in == "settings")
-"""Settings that kernels read and that no decision of an overlay shows."""
+"""Settings that kernels read. No decision of an overlay shows them."""
 
 
 def defaults_of_kernels() -> dict[str, str]:
-    """Return the settings of kernels where nothing is set."""
+    """Return the default values of the kernels' settings."""
     return {setting.name: setting.default for setting in OF_KERNELS}
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a variable of this name belongs to this package; in another case it is a misspelt one of ours."""
+    """Return whether a variable of this name, in upper or lower case, belongs to this package; the other case is a misspelling."""
     return name.upper().startswith(PREFIXES)
 
 
@@ -326,14 +326,14 @@ _of_this_process: dict[str, str] = {}
 
 
 def hand_down(values: Mapping[str, str]) -> None:
-    """Leave the checked settings of this process for kernels, which cannot ask the loader.
+    """Store the checked settings of this process for kernels, which must not import the loader.
 
     Args:
-        values: by the name of their variables.
+        values: by the name of their variable.
     """
     _of_this_process.update(values)
 
 
 def chosen(setting: Setting) -> str:
-    """Return a setting of this process as it was when this package was imported, or its default."""
+    """Return the value that a setting had at the import of this package, or its default."""
     return _of_this_process.get(setting.name, setting.default)
