@@ -1,10 +1,9 @@
-"""Rebind stale aliases: names that were bound to a function before its seam went in.
+"""Rebinding of stale aliases: names that were bound to a function before its seam was installed.
 
-`from m import f` keeps the old function under a name, perhaps a new one. Names are found by identity, never by
-spelling, in the namespaces of loaded modules. The function may also be held by classes, which are rebound, and by
-objects that no assignment to a name can change
-(a partial, a container, an instance, a default argument, a closure); those are reported. So are instances that were
-built before a seam went into their constructor.
+`from m import f` keeps the old function under a name, perhaps a new one. Such names are found by identity, not by
+spelling, in the namespaces of loaded modules. Classes that hold the function are rebound, too. Other objects may hold it that
+no assignment to a name can change (a partial, a container, an instance, a default argument, a closure); they are reported. So
+are instances that were built before a seam was installed on their constructor.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FROZEN_BY_PYTHON = 10_000
 
 
 def snapshot(placed: Sequence[Seam]) -> HeapSnapshot:
-    """Return a snapshot of the heap for the originals of seams, which may be placed until it is first asked."""
+    """Return a snapshot of the heap for the originals of seams; seams may be added to the list until its first query."""
     return HeapSnapshot(lambda: [each for seam in placed for each in (seam.original, seam.original_function)])
 
 
@@ -43,10 +42,10 @@ def rebind(
 
     Args:
         placed: the seams of one overlay.
-        changed: gets each name before it is changed, so that the caller can undo them if a later one fails.
-        deep: whether to look into classes too, which takes a walk over the heap (tens of milliseconds).
-        note: is told of each name, too.
-        heap: a snapshot that overlays share which are armed together; None takes one for this call.
+        changed: each name is appended before it is changed, so that the caller can undo the changes if a later one fails.
+        deep: whether to search classes too, which takes a walk over the heap (tens of milliseconds).
+        note: called with each name before it is changed.
+        heap: a snapshot shared by overlays that are armed together; None takes one for this call.
 
     Raises:
         SeamError: an owner does not let a name be assigned.
@@ -64,7 +63,7 @@ def rebind(
 
 
 class MarkedName(NamedTuple):
-    """A name of a loaded module that is bound to a seam."""
+    """A name in a loaded module that is bound to a seam."""
 
     owner: ModuleType
     name: str
@@ -73,25 +72,25 @@ class MarkedName(NamedTuple):
 
 
 def marked_names() -> list[MarkedName]:
-    """Return every name of a loaded module that is bound to a seam, in whichever execution of its target.
+    """Return every name in a loaded module that is bound to a seam, of any execution of the target.
 
-    Seams are told by their marks, so that names are found whatever bound them.
+    Seams are recognised by their marks, so the result does not depend on how a name was bound.
     """
     return [
         MarkedName(owner, name, value, mark)
         for owner in loaded_modules()
         for name, value in list(namespace(owner).items())
-        # The hot loop of undoing; nearly no value is a function with a mark.
+        # The hot loop of undoing; almost no value is a function with a mark.
         if type(value) in _MARKED and (mark := mark_of(value)) is not None
     ]
 
 
 def restore(is_ours: Callable[[Mark], bool], names: Sequence[MarkedName] | None = None) -> list[str]:
-    """Give every name of a module that is bound to a seam its original. Return what refuses, in words.
+    """Rebind every module name that is bound to a seam to its original; return a message for each name that cannot be assigned.
 
     Args:
-        is_ours: whether a mark is of the overlay that is undone.
-        names: what `marked_names` found, for overlays that are undone together; what is bound anew since is left alone.
+        is_ours: whether a mark belongs to the overlay that is undone.
+        names: the result of `marked_names`, for overlays that are undone together. A name that was bound again since is skipped.
     """
     problems: list[str] = []
     for owner, name, value, mark in marked_names() if names is None else names:
@@ -108,9 +107,9 @@ _MARKED = frozenset({FunctionType, staticmethod, classmethod, property})
 
 
 def as_found(owner: Owner, name: str, raw: Any, mark: Mark) -> Seam:
-    """Return the seam or the alias that is found under a name, with what belongs there instead."""
+    """Return the seam or the alias that is found under a name, with the original to restore there."""
     held = raw if mark_of(raw) is not None else mark.made
-    # A name may hold the function alone of what its class holds as a static method.
+    # A name may hold the plain function of a static method of its class.
     original = mark.original if type(held) is type(mark.original) else plain_function(mark.original)
     bases = owner.__mro__[1:] if mark.inherited and isinstance(owner, type) else ()
     inherited = any(vars(base).get(name) is mark.original for base in bases)
@@ -120,19 +119,19 @@ def as_found(owner: Owner, name: str, raw: Any, mark: Mark) -> Seam:
 def _assign(alias: Seam, value: Any) -> None:
     try:
         setattr(alias.owner, alias.name, value)
-    except MemoryError:  # which says nothing of the owner
+    except MemoryError:  # says nothing about the owner
         raise
     except Exception as error:
         raise SeamError(f"{alias} holds the other function and cannot be assigned: {error!r}") from error
 
 
 def is_held_elsewhere(live: LiveName) -> bool:
-    """Return whether anything beside its own name holds a function: a count of references, and no walk."""
+    """Return whether anything other than its own name refers to a function, by its reference count, without a heap walk."""
     if live.inherited:
         return False
     raw = live.own
     kind = type(raw) if isinstance(raw, staticmethod | classmethod | property) else None
-    del raw  # it would count
+    del raw  # this reference would count
     alone = type("Alone", (), {live.name: kind(_template()) if kind else _template()})
     return sys.getrefcount(live.function) > sys.getrefcount(LiveName(alone, live.name).function)
 
@@ -152,7 +151,7 @@ def _names_of(raw: object, function: object, owners: Sequence[Owner]) -> Iterato
 
 
 def _holds(owner: Owner, raw: object, function: object) -> bool:
-    # The hot loop of an import: a training process has a hundred thousand names, and nearly none is ours.
+    # The hot loop of an import: a training process has a hundred thousand names, and almost none holds an original.
     for value in list(namespace(owner).values()):  # noqa: SIM110 - any() with a generator takes twice as long
         if value is function or value is raw:
             return True
@@ -160,26 +159,26 @@ def _holds(owner: Owner, raw: object, function: object) -> bool:
 
 
 def holders(placed: Sequence[Seam], heap: HeapSnapshot | None = None) -> list[str]:
-    """Return what else still holds the originals, after rebinding, in words.
+    """Return descriptions of the objects that still refer to the originals after rebinding.
 
-    Local variables of running functions are neither reached nor reported.
+    Local variables of running functions are neither rebound nor reported.
 
     Args:
         placed: the seams of one overlay, or of several.
-        heap: a snapshot that overlays share which are armed together; None walks over the heap once.
+        heap: a snapshot shared by overlays that are armed together; None walks over the heap once.
     """
     shared = heap or snapshot(placed)
     if not _found(placed, shared):
         return []
-    shared.forget()  # it keeps alive what it found
-    gc.collect()  # what nobody can reach any more does not count
+    shared.forget()  # a snapshot keeps its referrers alive
+    gc.collect()  # unreachable objects do not count
     return _found(placed, shared)
 
 
 def _found(placed: Sequence[Seam], heap: HeapSnapshot) -> list[str]:
     found: list[str] = []
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
-        found.append("what gc.freeze() hides")
+        found.append("objects hidden by gc.freeze()")
     for seam in placed:
         ours = {id(seam.original), *_parts_of(seam.function)}
         found += [
@@ -192,11 +191,11 @@ def _found(placed: Sequence[Seam], heap: HeapSnapshot) -> list[str]:
 
 
 def built_before(placed: Sequence[Seam]) -> list[str]:
-    """Return which classes have instances that a seam on their constructor came too late for, in words."""
+    """Return descriptions of classes with instances that were built before a seam was installed on their constructor."""
     classes = [seam.owner for seam in placed if isinstance(seam.owner, type) and seam.name in {"__init__", "__new__"}]
     if not any(map(_instances, classes)):
         return []
-    gc.collect()  # what nobody can reach any more does not count
+    gc.collect()  # unreachable objects do not count
     counts = {cls: _instances(cls) for cls in classes}
     return [f"{count} of {owner_name(cls)}" for cls, count in counts.items() if count]
 
@@ -206,10 +205,10 @@ def _instances(cls: type) -> int:
 
 
 def _parts_of(function: Any) -> Iterator[int]:
-    """Yield the ids of what belongs to a seam and may hold its original.
+    """Yield the ids of the objects of a seam that may hold its original.
 
-    These are its attributes, where `functools.wraps` keeps what is wrapped, its defaults, its cells, and the same of each
-    function in a cell.
+    These are its attributes, where `functools.wraps` keeps the wrapped function, its defaults, its cells, and the same objects
+    of each function in a cell.
     """
     waiting, seen = [function], set[int]()
     while waiting:

@@ -1,6 +1,6 @@
-"""All decisions of this process: as a table, as JSON, and as a fingerprint to compare ranks by.
+"""Audit: all decisions of this process, as a table, as JSON, and as a fingerprint for the comparison of ranks.
 
-Imported with the package, so what only a report needs is imported by the functions that make it.
+This module is imported with the package, so modules that only a report needs are imported inside functions.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ SCHEMA = 1
 """Version of the JSON form. It changes when a key changes its meaning."""
 
 _SAID_ONCE = frozenset({Decision.ABSENT, Decision.ARMED, Decision.DISABLED})
-"""Decisions that are the same for every part of an overlay, whatever module it is about."""
+"""Decisions that one record states for all parts of an overlay."""
 
 
 class Audit(Frozen):
-    """A snapshot of every decision. Printing it tells what needs a person first."""
+    """A snapshot of every decision. Its text lists decisions that need attention first."""
 
     version: str
     """Version of this package."""
     mode: str
     settings: Settings
-    """Of the process."""
+    """Settings of the process."""
     records: tuple[Record, ...]
     """Every part of every overlay, in order."""
     hub_copies: tuple[str, ...] = ()
-    """Sentences on copies of upstream code that came from the Hugging Face Hub, which no overlay repairs."""
+    """Sentences about copies of upstream code from the Hugging Face Hub, which no overlay repairs."""
 
     @property
     def decisions(self) -> tuple[Record, ...]:
-        """The records that say what became of each overlay; what is printed."""
+        """The records that state the decision of each overlay; the printed text has these."""
         return what_counts(self.records)
 
     @property
     def of_overlays(self) -> tuple[Record, ...]:
-        """The records of what may run in this process: gates run nothing, and may depend on the GPUs of the host."""
+        """The records without those of gates, which run no code and may depend on the GPUs of the host."""
         return tuple(record for record in self.records if record.overlay.installs)
 
     @property
     def conflicts(self) -> tuple[Record, ...]:
-        """The decisions with which a strict run ends: in conflict, or unproved."""
+        """The decisions that end a strict run: conflict and unproved."""
         return tuple(record for record in self.records if record.decision in UNDECIDED)
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that `verify_ranks` compares: two ranks with the same fingerprint run the same code.
 
-        It is over the files of this package, every setting that changes what runs, the versions of Python, torch and triton, and
-        of every overlay what was decided, on which source, and what stands around its seams. Gates are left out.
+        The hash covers the files of this package, every setting that changes the code that runs, the versions of Python, torch and
+        triton, and for every overlay its decision, the source, and third-party code around its seams. Gates are left out.
         """
         return _fingerprint(self)
 
@@ -84,7 +84,7 @@ class Audit(Frozen):
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        """Return what a terminal shows: what needs a person first."""
+        """Return the text for a terminal, with decisions that need attention first."""
         from megacpp_overlays.loader import overview
 
         lines = overview.short(self.version, self.mode, self.fingerprint, self.decisions, self.hub_copies)
@@ -109,12 +109,12 @@ def _fingerprint(audit: Audit) -> str:
 
 
 def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
-    """Return the records that say what became of their overlays: parts must not fill the audit with what is not.
+    """Return the records that state the decision of each overlay, without parts that add nothing to it.
 
-    An overlay has a part for each module that upstream ever kept the defect in, and most trees have only one of them.
-    So a part that is absent or retired is left out where another part has more to say: an overlay is retired when no
-    part of it has work left. A part that waits or is off like another part is left out, too. What was installed, and what
-    went wrong, is never left out.
+    An overlay has a part for each module in which upstream ever had the defect, and most trees have only one of them.
+    So a part that is absent or retired is left out where another part has another decision: an overlay is retired when no
+    part of it has work left. Of several parts that wait, or are off, only the first is kept. Records of installed parts and of
+    failures are always kept.
     """
     most: dict[str, int] = {}
     for record in records:
@@ -145,7 +145,7 @@ def raise_for(conflicts: Sequence[Record]) -> None:
     """Raise if there is any conflict.
 
     Raises:
-        ActivationError: names each overlay, its target, the evidence and the way out.
+        ActivationError: the message names each overlay, its target, the evidence and the remedy.
     """
     if conflicts:
         from megacpp_overlays.terminal_text import one_line

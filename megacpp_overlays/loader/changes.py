@@ -1,7 +1,7 @@
-"""Change what a target has: put overlays in, withdraw them, and undo them, each under the lock of its target.
+"""Installation, withdrawal and undoing of the overlays of a target, each under the lock of the target.
 
-`PartState.change` is set before the first effect and cleared after the last, so a change that was interrupted is known.
-What has to be put back is found in the running process by marks, and not by what was remembered.
+`PartState.change` is set before the first effect and cleared after the last, so an interrupted change can be detected.
+The seams to take out are found in the running process by their marks, and not from stored state.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _UNDONE = "undone in this process"
 
 @changes_target
 def apply_all(state: SessionState, name: str, overlays: Sequence[Overlay], module: ModuleType, *, late: bool) -> None:
-    """Settle overlays of one target, but for those that are undone.
+    """Decide and install the overlays of one target, except those that are undone.
 
     Args:
         state: of the session.
         name: of the target.
-        overlays: all of this target.
-        module: the target, complete.
+        overlays: all overlays of this target.
+        module: the target, executed to its end.
         late: see `install.Circumstances`.
 
     Raises:
-        ActivationError: `strict` is on, and one of them is undecided.
+        ActivationError: `strict` is on, and an overlay is undecided.
     """
     with state.locks.at(name):
         chosen = [overlay for overlay in overlays if not state.part(overlay).is_undone]
@@ -52,7 +52,7 @@ def apply_all(state: SessionState, name: str, overlays: Sequence[Overlay], modul
 
 
 def apply(state: SessionState, overlay: Overlay, module: ModuleType, *, late: bool) -> Record:
-    """Probe a target, and put the overlay in where the decision is to do so; keep the record of it."""
+    """Probe a target, install the overlay if the decision is `ACTIVE`, and keep its record."""
     tree = state.tree()
     part = state.part(overlay)
     traces = part.written_traces()
@@ -63,24 +63,24 @@ def apply(state: SessionState, overlay: Overlay, module: ModuleType, *, late: bo
     record = before_import(overlay, state.settings)
     try:
         if is_half_in and part.is_placed:
-            install.take_out(overlay, traces)  # what cannot be put back is refused below, or found to be in
+            install.take_out(overlay, traces)  # a seam that cannot be taken out is refused below, or found in place
             state.forget_heap()
         traces.forget_what_was_overwritten()
         record = probing.assess_overlay(overlay, module, state.settings, tree)
-        part.is_refused = bool(record.around)  # code of another library, which may be gone when this is armed again
+        part.is_refused = bool(record.around)  # third-party code, which may be gone at the next arming
         if record.decision is Decision.ACTIVE and (why := standing.unmet(state, overlay, tree)):
             record = _refused(state, overlay, record, why)
         if record.decision is Decision.ACTIVE:
             circumstances = _circumstances(state, record, placed, late=late)
             installed = install.install(overlay, record.shape, module, tree, circumstances)
             record = _as_installed(state, overlay, record, installed)
-    except Exception as error:  # noqa: BLE001 - undone already; upstream must go on as if we were not here
+    except Exception as error:  # noqa: BLE001 - undone already; upstream must go on without the overlay
         record = _rolled_back(state, record, placed, error)
     return state.keep(record)
 
 
 def _refused(state: SessionState, overlay: Overlay, record: Record, why: str) -> Record:
-    """Return the conflict of an overlay that must not be in, and take it out."""
+    """Take out an overlay that must not be installed; return its conflict."""
     part = state.part(overlay)
     part.is_refused = True
     problems, kept = install.take_out(overlay, part.written_traces())
@@ -89,12 +89,12 @@ def _refused(state: SessionState, overlay: Overlay, record: Record, why: str) ->
 
 
 def _circumstances(state: SessionState, record: Record, placed: list[Seam], *, late: bool) -> install.Circumstances:
-    """Return what `install` has to know; `placed` gets each seam before it goes in."""
+    """Return the circumstances for `install`, which append each seam to `placed` before it is installed."""
     part = state.part(record.overlay)
     traces = part.written_traces()
 
     def note(seam: Seam) -> None:
-        if not seam.adopted:  # one of another session is noted when it is verified
+        if not seam.adopted:  # a seam of another session is noted when it is verified
             traces.note(seam)
         placed.append(seam)
 
@@ -109,7 +109,7 @@ def _circumstances(state: SessionState, record: Record, placed: list[Seam], *, l
 
 
 def _as_installed(state: SessionState, overlay: Overlay, record: Record, installed: install.PlacedSeams) -> Record:
-    """Return the record of what is in, and have each seam checked before its first call."""
+    """Return the record of an installed overlay, and set a check of each seam before its first call."""
     for seam in installed.seams:
         state.part(overlay).written_traces().note(seam)
         seam.check_first_call(functools.partial(is_refused_at_first_call, state, overlay))
@@ -121,7 +121,7 @@ def _as_installed(state: SessionState, overlay: Overlay, record: Record, install
 
 
 def _rolled_back(state: SessionState, record: Record, placed: Sequence[Seam], error: Exception) -> Record:
-    """Return the conflict that an error ended in, and take out what was placed."""
+    """Take out the placed seams after an error; return the conflict."""
     part = state.part(record.overlay)
     part.is_short_of_memory = isinstance(error, MemoryError)
     with contextlib.suppress(SeamError):
@@ -133,13 +133,13 @@ def _rolled_back(state: SessionState, record: Record, placed: Sequence[Seam], er
 
 
 def _is_witnessed(record: Record) -> bool:
-    """Return whether the reproducer found the defect, and not the probe."""
+    """Return whether the finding comes from the reproducer and not from the probe."""
     return record.finding is not None and record.finding.proof is not None
 
 
 @changes_target
 def withdraw(state: SessionState, overlay: Overlay, why: str) -> Record:
-    """Take out an overlay that would do harm now; it is settled anew when `arm` is called."""
+    """Take out an overlay that would do harm now; the next call of `arm` decides it again."""
     with state.lock_of(overlay):
         kept: tuple[str, ...] = ()
         part = state.part(overlay)
@@ -157,17 +157,17 @@ def withdraw(state: SessionState, overlay: Overlay, why: str) -> Record:
 
 
 def withdraw_dependents(state: SessionState, changed: Sequence[Erratum]) -> list[Record]:
-    """Withdraw each overlay that needs one of these and has lost it; return the records."""
+    """Withdraw each overlay that depends on a changed one and has lost that dependency; return the records."""
     withdrawn: list[Record] = []
     for overlay in dict.fromkeys(each for each in state.declared.overlays for one in changed if each.depends_on(one)):
-        # A thread that is settling it asks the same once more when it is done, so there is no need to wait for it.
+        # A thread that is deciding the overlay checks this again when it is done, so there is no need to wait for it.
         if (why := standing.lost(state, overlay)) and not state.lock_of(overlay).is_taken():
             withdrawn += [withdraw(state, overlay, why), *withdraw_dependents(state, [overlay])]
     return withdrawn
 
 
 def withdraw_over_foreign_code(state: SessionState) -> None:
-    """Withdraw each active overlay whose finding was read from a definition that is another library's now."""
+    """Withdraw each active overlay whose finding was read from a definition that another library has replaced."""
     for overlay in state.declared.overlays:
         if why := standing.foreign_code_under(state, overlay):
             withdraw(state, overlay, why)
@@ -175,17 +175,17 @@ def withdraw_over_foreign_code(state: SessionState) -> None:
 
 
 def is_refused_at_first_call(state: SessionState, overlay: Overlay) -> bool:
-    """Return whether a seam lies over foreign code, and withdraw its overlay then; asked before its first call.
+    """Withdraw an overlay if its seam lies over foreign code, and return whether it does; called before the first call of a seam.
 
     Raises:
-        ActivationError: it does, and `strict` is on.
+        ActivationError: the seam lies over foreign code, and `strict` is on.
     """
     try:
         if not (why := standing.foreign_code_under(state, overlay)):
             return False
-        dynamo.check()  # while a caller is traced nothing can be changed; the next audit says so
+        dynamo.check()  # nothing can be changed while a caller is traced; the next audit reports it
         withdrawn = [withdraw(state, overlay, why), *withdraw_dependents(state, [overlay])]
-    except Exception as error:  # noqa: BLE001 - a call of upstream must not fail for us
+    except Exception as error:  # noqa: BLE001 - a call of upstream must not fail because of this check
         state.log.unchecked(overlay, error)
         return False
     if state.settings.mode is Mode.STRICT:
@@ -194,15 +194,15 @@ def is_refused_at_first_call(state: SessionState, overlay: Overlay) -> bool:
 
 
 def undo_all(state: SessionState, errata: Sequence[Erratum]) -> list[str]:
-    """Undo parts, and withdraw what needs them; return what could not be put back, in words.
+    """Undo parts, and withdraw overlays that depend on them; return a message for each one that could not be restored.
 
     Raises:
-        SeamError: a graph of torch.compile cannot be dropped now; then everything stays in.
+        SeamError: a graph of torch.compile cannot be dropped now; then everything stays installed.
     """
     needing = [each for each in state.declared.overlays for one in errata if each.depends_on(one)]
     if any(state.part(overlay).is_placed for overlay in (*errata, *needing)):
         dynamo.check()
-    # Found once for all that is undone.
+    # One search for all parts that are undone.
     names = aliases.marked_names() if any(_may_be_in(state, each) for each in errata) else None
     problems = [problem for each in errata if (problem := _undo(state, each, names))]
     return problems + [record.reason for record in withdraw_dependents(state, errata) if record.seams]
@@ -210,7 +210,7 @@ def undo_all(state: SessionState, errata: Sequence[Erratum]) -> list[str]:
 
 @changes_target
 def _undo(state: SessionState, erratum: Erratum, names: Sequence[MarkedName] | None) -> str:
-    """Undo one part; return what could not be put back, in words."""
+    """Undo one part; return a message if it could not be restored, else an empty text."""
     with state.lock_of(erratum):
         problems: tuple[str, ...] = ()
         kept: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def _undo(state: SessionState, erratum: Erratum, names: Sequence[MarkedName] | N
 
 
 def _may_be_in(state: SessionState, erratum: Erratum) -> bool:
-    """Return whether anything of a part may have to be put back."""
+    """Return whether a part may have seams to take out."""
     if not isinstance(erratum, Overlay):
         return False
     part = state.part(erratum)

@@ -1,7 +1,7 @@
-"""Contract of an overlay on code that its probe does not recognise: may a seam go in here at all?
+"""Contract of an overlay on code that its probe does not recognise: the condition for placing its seams.
 
-A contract is static and quick. It says whether a seam can be placed, not whether it is needed: that is what the reproducer
-shows, and a kept witness of it. Its clauses:
+A contract is a quick static check. It says whether a seam can be placed, not whether it is needed. The reproducer, or a kept
+witness of it, shows the need. The contract has one clause:
 
     names    every symbol that the seams of a shape replace is defined once in the target module, as a function or method
 
@@ -24,19 +24,19 @@ _OUR_PROBES = "megacpp_overlays.feature_probes."
 
 
 class Contract(NamedTuple):
-    """The shapes whose seams may go in, and for the others the clause that fails."""
+    """The shapes whose seams may be placed, and for the other shapes the clause that fails."""
 
     candidates: tuple[str, ...]
     failed: tuple[str, ...]
-    """A sentence for each shape that is no candidate, which begins with the name of the clause."""
+    """A sentence for each shape that is not a candidate; it begins with the name of the clause."""
 
 
 def of(erratum: Erratum, tree: SourceTree) -> Contract:
-    """Return which shapes of an overlay may be tried on a tree; raises nothing that a source may cause.
+    """Return the contract of an overlay on a tree; unreadable source fails a clause and raises nothing.
 
     Args:
         erratum: the declaration; a gate replaces nothing and has no candidates.
-        tree: where source is read.
+        tree: the source tree to read.
     """
     if not erratum.repairs or not has_reproducer(erratum):
         return Contract((), ())
@@ -55,13 +55,13 @@ def of(erratum: Erratum, tree: SourceTree) -> Contract:
 
 @functools.cache
 def has_reproducer(erratum: Erratum) -> bool:
-    """Return whether this package has a reproducer of an overlay or a gate of its own."""
+    """Return whether an overlay or a gate belongs to this package and has a reproducer in it."""
     is_ours = getattr(erratum.probe, "__module__", "").startswith(_OUR_PROBES)
     return is_ours and any(PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"))
 
 
 def _missing(source: ModuleSource, symbols: list[str]) -> str | None:
-    """Return the clause that fails for symbols of a module, or None where each is one plain function."""
+    """Return the clause that fails for symbols of a module, or None if each is one plain function."""
     try:
         missing = next((symbol for symbol in symbols if source.defined(symbol) is None), None)
     except SourceError as error:
@@ -70,18 +70,18 @@ def _missing(source: ModuleSource, symbols: list[str]) -> str | None:
 
 
 def readings(erratum: Erratum, tree: ReadingTree) -> tuple[Reading, ...]:
-    """Return the definitions of a tree that an overlay rests on, as far as they are there.
+    """Return the definitions of a tree that an overlay depends on, without those that the tree lacks.
 
-    They are those that its probe has asked for, and those that findings of known releases were read from.
+    They are the definitions that its probe has asked for, and those that findings of known releases were read from.
 
     Args:
         erratum: the declaration.
-        tree: that its probe has read.
+        tree: the tree that its probe has read.
     """
-    from megacpp_overlays.loader import known  # noqa: PLC0415 - only what is not recognised comes here
+    from megacpp_overlays.loader import known  # noqa: PLC0415 - only unrecognised source needs it
 
     for module, symbol in known.read_from(erratum):
-        with contextlib.suppress(SourceError):  # a module that cannot be read is none that it rests on
+        with contextlib.suppress(SourceError):  # an unreadable module has no readings
             source = tree.module(module)
             if source is not None:
                 source.bindings.definitions(symbol)

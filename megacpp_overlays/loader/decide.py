@@ -1,6 +1,6 @@
-"""The decision rule, as tables: select a policy from the settings, then apply it to what a probe found.
+"""Decision rule, as tables: select a policy from the settings, then apply it to the finding of a probe.
 
-Pure. Precedence of mode, switch and opt-in is written in `select` and nowhere else.
+Pure functions. The precedence of mode, switch and opt-in is defined in `select` alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megacpp_overlays.model import Decision, Erratum, Finding, Record, Verdict
 
 
 class Policy(enum.Enum):
-    """What the settings say about one erratum, before anything is known of upstream."""
+    """The policy of the settings for one erratum, independent of upstream's source."""
 
     ALL_OFF = enum.auto()
     SWITCHED_OFF = enum.auto()
@@ -27,9 +27,9 @@ _OFF = {
     Policy.SWITCHED_OFF: "{variable}=off",
     Policy.OFF_BY_DEFAULT: "off by default; {variable}=on switches it on",
 }
-"""The policies under which nothing is done, each with the words that say why."""
+"""The policies that switch an erratum off, each with its reason."""
 
-_LOOKS_REPAIRED = "it looks repaired and nobody read this; `megacpp-overlays witness {id}` can prove it here"
+_LOOKS_REPAIRED = "it looks repaired, but its text was never read; `megacpp-overlays witness {id}` can prove it here"
 _UNPUBLISHED = (
     "this repair was read, but these files are of no published release, so an edit elsewhere may have undone it; "
     "`megacpp-overlays witness {id}` can prove it here"
@@ -45,15 +45,15 @@ _NOT_REPAIRED = "broken here, and its reproducer showed no repair; `megacpp-over
 
 
 NOT_REPAIRED = "not repaired"
-"""The shape of what a reproducer showed to be broken, alone and under every seam that can be placed."""
+"""The shape of a source that its reproducer showed to be broken, alone and under every seam that can be placed."""
 
 
 class Switchable(Protocol):
-    """What can be switched off: an erratum, or its line in a list."""
+    """An object with a switch: an erratum, or its line in a list."""
 
     @property
     def id(self) -> str:
-        """The name that its variable is made of."""
+        """The id from which the name of its variable is formed."""
 
     @property
     def off_by_default(self) -> bool:
@@ -61,12 +61,12 @@ class Switchable(Protocol):
 
 
 def is_off(erratum: Switchable, settings: Settings) -> bool:
-    """Return whether the settings, or its default, leave it out."""
+    """Return whether the settings, or its default, switch an erratum off."""
     return select(erratum, settings) in _OFF
 
 
 def select(erratum: Switchable, settings: Settings) -> Policy:
-    """Return the policy for an erratum: off beats everything, and the switch of all beats its own."""
+    """Return the policy for an erratum: off has precedence over on, and the mode over the switch of the erratum."""
     switch = settings.switch(erratum.id)
     if settings.mode is Mode.OFF:
         return Policy.ALL_OFF
@@ -78,7 +78,7 @@ def select(erratum: Switchable, settings: Settings) -> Policy:
 
 
 def apply(policy: Policy, erratum: Erratum, finding: Finding) -> Decision:
-    """Return what to do about a finding. `ACTIVE` is an order to install: it becomes true only after the self-test."""
+    """Return the decision for a finding. `ACTIVE` is an order to install, and holds only after the self-test has passed."""
     if policy in _OFF:
         return Decision.DISABLED
     if finding.candidates or finding.unpublished:
@@ -93,7 +93,7 @@ def apply(policy: Policy, erratum: Erratum, finding: Finding) -> Decision:
 
 
 def before_import(erratum: Erratum, settings: Settings) -> Record:
-    """Return the record of an erratum that no probe was asked about yet."""
+    """Return the record of an erratum whose probe has not run yet."""
     policy = select(erratum, settings)
     if policy in _OFF:
         return Record(overlay=erratum, decision=Decision.DISABLED, reason=_off(policy, erratum))
@@ -102,7 +102,7 @@ def before_import(erratum: Erratum, settings: Settings) -> Record:
 
 
 def decide(erratum: Erratum, settings: Settings, finding: Finding) -> Record:
-    """Return the record of an erratum whose probe was asked."""
+    """Return the record of an erratum whose probe has run."""
     policy = select(erratum, settings)
     decision = apply(policy, erratum, finding)
     return Record(

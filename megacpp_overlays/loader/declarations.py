@@ -1,7 +1,7 @@
-"""Everything that is declared, loaded when something asks for it: until then a list answers for it.
+"""Lazily loaded declarations of all overlays and gates; a static list provides their ids and targets until then.
 
 Most processes that import this package never import a target: tools, data workers, children of children. So arming loads
-no declaration and no probe of an overlay; the first import of a target does, and every audit.
+no declaration and no probe of an overlay. The first import of a target loads them, and so does every audit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Declarations:
     """The overlays and gates of a session."""
 
     def __init__(self, errata: Sequence[Erratum] | None = None) -> None:
-        """Take what is given, or what this package declares, which is loaded later."""
+        """Hold the given declarations, or those of this package, which are loaded on first use."""
         self.listed = LISTED if errata is None else listed(errata)
         self.are_loaded = errata is not None
         if errata is not None:
@@ -33,7 +33,7 @@ class Declarations:
         """Every part of every overlay and gate, in order.
 
         Raises:
-            RegistryError: the declarations do not fit together, or are not what was listed.
+            RegistryError: the declarations do not fit together, or differ from the list.
         """
         errata = registry.load()
         if listed(errata) != self.listed:
@@ -43,30 +43,30 @@ class Declarations:
 
     @functools.cached_property
     def overlays(self) -> tuple[Overlay, ...]:
-        """The parts that are settled when their target is imported."""
+        """The parts of overlays, which are decided when their target is imported."""
         return tuple(each for each in self.errata if isinstance(each, Overlay))
 
     @functools.cached_property
     def gates(self) -> tuple[Gate, ...]:
-        """The gates, which are read when the session is armed."""
+        """The gates, whose probes run when the session is armed."""
         return tuple(each for each in self.errata if isinstance(each, Gate))
 
     @property
     def ids(self) -> frozenset[str]:
-        """The id of each."""
+        """The ids of all overlays and gates."""
         return frozenset(each.id for each in self.listed)
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The modules whose import settles something."""
+        """The modules whose import triggers an overlay."""
         return tuple(dict.fromkeys(name for each in self.listed if each.installs for name in each.targets))
 
 
 def of(plugins: Sequence[str]) -> Declarations:
-    """Return what is declared for a process: what this package brings, and what the named plugins do.
+    """Return the declarations for a process: those of this package, and those of the named plugins.
 
     Raises:
-        RegistryError: see `registry.load`; a plugin, or what no list has, is loaded at once.
+        RegistryError: see `registry.load`. Declarations of a plugin, and those that the list lacks, are loaded at once.
         SettingsError: a named plugin is not installed.
     """
     as_listed = {each.id.replace("-", "_") for each in LISTED} == set(registry.built_in())
@@ -74,7 +74,7 @@ def of(plugins: Sequence[str]) -> Declarations:
 
 
 def listed(errata: Sequence[Erratum]) -> tuple[DeclarationSummary, ...]:
-    """Return what a list has to say of declarations."""
+    """Return the entries of the list for declarations, one for each id."""
     parts: dict[str, list[Erratum]] = {}
     for each in errata:
         parts.setdefault(each.id, []).append(each)

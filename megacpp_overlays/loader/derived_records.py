@@ -1,4 +1,4 @@
-"""Records that follow from another one: in conflict, absent, with versions; and what may become of one."""
+"""Records derived from another record: in conflict, absent, with versions; and the transitions that a record allows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from megacpp_overlays.source.trees import SourceTree
 
 
 def conflict(record: Record, error: Exception) -> Record:
-    """Return a record of what an error ended; only one of ours needs no name of its class."""
+    """Return the conflict that an error caused; the reason has the class of the error unless it is of this package."""
     own = type(error).__module__.startswith("megacpp_overlays.")
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - somebody's exception cannot even say what it is
+    except Exception:  # noqa: BLE001 - third-party exception whose __str__ raises
         text = "no text"
     reason = text if own else f"{type(error).__name__}: {text}"
     return replace(record, decision=Decision.CONFLICT, reason=reason)
 
 
 def if_absent(record: Record, tree: SourceTree) -> Record:
-    """Return the record of what waits for an import: ABSENT where the target is not here, and CONFLICT where it is unreadable."""
+    """Return the record of an overlay that waits for its target: ABSENT if the target is missing, CONFLICT if it is unreadable."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 
     target = record.overlay.target
     try:
         if tree.module(target.module) is not None:
             return record
-    except OverlayError as error:  # it is there
+    except OverlayError as error:  # the target exists
         seen = f"{target.module} cannot be read: {error}"
         unknown = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=seen),))
         return replace(record, decision=Decision.CONFLICT, reason=seen, finding=unknown)
@@ -44,7 +44,7 @@ def if_absent(record: Record, tree: SourceTree) -> Record:
 
 
 def with_versions(record: Record) -> Record:
-    """Return the record of a gate with its versions: where it had nothing to say it did not spend the time to look."""
+    """Return the record of a gate with its versions, which a gate without a warning does not look up when it is decided."""
     if record.version or record.overlay.installs or record.finding is None:
         return record
     from megacpp_overlays.loader import probing  # noqa: PLC0415 - no launch needs it
@@ -53,12 +53,12 @@ def with_versions(record: Record) -> Record:
 
 
 def may_be_answered_now(record: Record) -> bool:
-    """Return whether a gate may say something else if it is asked again: of what was not there, or looks repaired."""
+    """Return whether another run of a gate's probe may give another result: its target was absent, or looks repaired."""
     return record.decision is Decision.ABSENT or (record.finding is not None and record.finding.looks_repaired)
 
 
 def ends_when_undone(record: Record, *, was_in: bool) -> bool:
-    """Return whether a decision is over once nothing is in; that something was not recognised stays true."""
+    """Return whether undoing an overlay ends its decision; a conflict over unrecognised source remains."""
     if record.decision is Decision.CONFLICT:
         return was_in
     return record.decision in {Decision.ACTIVE, Decision.ARMED}

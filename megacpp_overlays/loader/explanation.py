@@ -1,4 +1,4 @@
-"""One overlay explained: its defect, what was seen here, what was replaced, its switch, its threads, and when it goes."""
+"""Explanation of one overlay: its defect, the evidence here, the replaced symbols, its switch, its threads, and its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def explained(records: Sequence[Record], facts: Sequence[tuple[str, str]] = ()) 
     """Return the lines that explain one overlay or gate.
 
     Args:
-        records: of it, one for each part.
-        facts: further fields behind the defect, each with its key: the releases that have it.
+        records: its records, one for each part.
+        facts: further fields after the defect, each with its key: the releases that have it.
     """
     erratum = records[0].overlay
     lines = [Line(f"{titled(erratum)}, {erratum.kind} for {erratum.target.distribution}"), Line("")]
@@ -60,7 +60,7 @@ def _part(record: Record) -> Iterator[Line]:
 
 
 def _place(file: str) -> str:
-    """Return a file below the folder that packages are installed in, and any other as it is."""
+    """Return the path of a file relative to its `site-packages`; any other path is unchanged."""
     return file.rpartition("/site-packages/")[2]
 
 

@@ -12,18 +12,18 @@ class Fields(NamedTuple):
     """Texts about one decision. A field that does not apply to it is empty."""
 
     name: str
-    """Of the overlay, with its pack."""
+    """Id of the overlay, with its pack."""
     installed: str
     """The distribution and its version."""
     verdict: str
-    """With the shape, once a probe has run."""
+    """The verdict with its shape, once a probe has run."""
     reason: str
     effect: str
-    """On the run."""
+    """Effect on the run."""
     seams: tuple[str, ...]
-    """Names that lead to a seam now, those in the target's module without its prefix."""
+    """Names that are bound to a seam now, those in the target's module without its prefix."""
     off: str
-    """The setting that ends it."""
+    """The setting that switches the overlay off."""
     deleted: str
     """The condition under which the overlay is deleted."""
 
@@ -57,15 +57,15 @@ def _effect(record: Record) -> str:
     if record.decision is Decision.ACTIVE:
         return f"without it: {breaks}"
     if record.decision is Decision.GATED:
-        return ""  # the reason says it, before it says what to do
+        return ""  # the reason has it already, before the remedy
     if not record.overlay.installs and record.decision is Decision.CONFLICT:
         return f"if this is the combination, {breaks}"
     if record.decision is Decision.CONFLICT and record.seams:
-        return f"if what is there now does not repair it, {breaks}"
+        return f"if the code in place does not repair it, {breaks}"
     if verdict is Verdict.BROKEN:
         return f"nothing is installed, so {breaks}"
     if record.decision is Decision.CONFLICT and verdict is Verdict.FIXED:
-        return f"nothing is installed; if what is loaded does not repair it, {breaks}"
+        return f"nothing is installed; if the loaded code does not repair it, {breaks}"
     if record.decision in UNDECIDED:
         return f"nothing is installed; if upstream is still broken, {breaks}"
     return ""

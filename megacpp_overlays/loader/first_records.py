@@ -1,7 +1,7 @@
-"""First records: overlays wait for the import of their target, and gates are read from source before any import.
+"""First records: overlays wait for the import of their target; gates are decided from source before any import.
 
-A gate whose package was not there is asked again when the path of this process has changed, and in every audit. Most
-processes have no gate to ask, so the one that does imports what asks.
+A gate whose package was missing is decided again when the path of this process has changed, and in every audit. Most
+processes have no gate to decide, so the modules for it are imported on demand.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megacpp_overlays.model import Decision, Erratum, Gate, Record
 from megacpp_overlays.source.trees import SourceTree
 
 _OURS = {"megacpp_overlays", "wrapt"}
-"""Packages of finders that find nothing on their own."""
+"""Packages whose finders only delegate to other finders."""
 
 
 def note_all(state: SessionState, tree: SourceTree | None = None) -> bool:
-    """Note the first record of every overlay and gate that has none; return whether any had none.
+    """Create the first record of every overlay and gate that has none; return whether there was such a one.
 
     Raises:
         RegistryError: see `SessionState.overlays`.
@@ -35,22 +35,22 @@ def note_all(state: SessionState, tree: SourceTree | None = None) -> bool:
 
 
 def note_gates_that_are_there(state: SessionState) -> None:
-    """Decide the gates whose packages are there, and say what they found.
+    """Decide the gates whose packages are installed, and log their findings.
 
-    Installers and other tools are Pythons of an environment, too. A process that never imports torch gets no advice about
-    kernels.
+    It is called when torch is imported: installers and other tools of an environment are Python processes, too, and a process
+    that never imports torch needs no advice about kernels.
     """
     try:
         tree = state.tree()
         gates = [each for each in state.declared.listed if not each.installs and not is_off(each, state.settings)]
         there = [each for each in gates if any(_may_be_there(name, tree) for name in each.targets)]
         _note(state, [part for each in there for part in registry.one(each.id)], tree)
-    except Exception as error:  # noqa: BLE001 - importing torch must not fail for us; the first target and an audit ask again
+    except Exception as error:  # noqa: BLE001 - the import of torch must not fail; the first target and an audit decide them again
         state.log.gates_undecided(error)
 
 
 def _note(state: SessionState, errata: Sequence[Erratum], tree: SourceTree) -> None:
-    # setdefault: another thread may be arming too, and may have settled a target already.
+    # setdefault: another thread may be arming too, and may have decided a target already.
     waiting = [PartState(first_record(state, each, tree)) for each in errata if each not in state.parts]
     fresh = [part.record for part in waiting if state.parts.setdefault(part.record.overlay, part) is part]
     state.log.gates([record for record in fresh if not record.overlay.installs])
@@ -67,15 +67,15 @@ def first_record(state: SessionState, erratum: Erratum, tree: SourceTree) -> Rec
 
 
 def ask_gates_if_moved(state: SessionState) -> None:
-    """Ask gates again where packages may be found now that were not there before."""
+    """Decide gates again if the search path for packages has changed."""
     if _where_gates_look(state.declared) != state.gates_looked:
         ask_gates_again(state)
 
 
 def ask_gates_again(state: SessionState) -> None:
-    """Ask the gates again whose packages were not there: a launcher may have completed its path since.
+    """Decide the gates again whose packages were missing or look repaired.
 
-    And those that look repaired: that may have been witnessed since.
+    A launcher may have completed its path since, and a witness may have been kept since.
     """
     state.gates_looked = _where_gates_look(state.declared)
     tree = state.tree()
@@ -89,7 +89,7 @@ def ask_gates_again(state: SessionState) -> None:
 
 
 def _where_gates_look(declared: Declarations) -> tuple[object, ...]:
-    """Return what decides where a package is found; while it stays, only an audit asks for one that was not there."""
+    """Return a key of the search for packages. While it is the same, only an audit looks for a missing package again."""
     modules = {name for each in declared.listed if not each.installs for name in each.targets}
     parents = {name.partition(".")[0] for name in modules}
     loaded = frozenset((modules | parents) & sys.modules.keys())
@@ -100,5 +100,5 @@ def _where_gates_look(declared: Declarations) -> tuple[object, ...]:
 def _may_be_there(name: str, tree: SourceTree) -> bool:
     try:
         return tree.module(name) is not None
-    except Exception:  # noqa: BLE001 - it is there, or a third-party finder raises: the gate will say
+    except Exception:  # noqa: BLE001 - the module exists, or a third-party finder raises: the gate reports it
         return True

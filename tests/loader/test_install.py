@@ -208,7 +208,7 @@ def test_a_seam_that_is_taken_over_later_is_a_conflict_in_the_audit_and_survives
     record = current.audit().records[0]
     assert record.decision is Decision.CONFLICT
     assert "was replaced after us by" in record.reason
-    assert "if what is there now does not repair it" in str(current.audit())
+    assert "if the code in place does not repair it" in str(current.audit())
     with pytest.raises(OverlayError, match=r"replaced after us by .*theirs"):
         current.undo()
     assert module.double is theirs

@@ -403,7 +403,10 @@ def test_what_only_looks_repaired_is_a_conflict_with_the_way_to_prove_it(
     record = settle(session, upstream, probe=probe)
 
     assert record.decision is Decision.CONFLICT
-    says = "x is added once; it looks repaired and nobody read this; `megacpp-overlays witness double-fix` can prove it"
+    says = (
+        "x is added once; it looks repaired, but its text was never read; "
+        "`megacpp-overlays witness double-fix` can prove it"
+    )
     assert record.reason.startswith(says)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "conflict: " in line]
     assert says in line
