@@ -142,7 +142,7 @@ class Finding(FrozenValue):
     proof: Proof | None = None
     """Proof of FIXED, or of another verdict that the reproducer showed; None for a verdict of the probe."""
     looks_repaired: bool = False
-    """Whether an UNRECOGNISED source has the structure of a repair, though that text was never read."""
+    """Whether an UNRECOGNISED source has the structure of a repair, though its form is not on record."""
     unpublished: bool = False
     """Whether the repair was read, but is in a tree that is no published release here."""
     candidates: tuple[str, ...] = ()

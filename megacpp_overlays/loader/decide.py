@@ -29,7 +29,7 @@ _OFF = {
 }
 """The policies that switch an erratum off, each with its reason."""
 
-_LOOKS_REPAIRED = "it looks repaired, but its text was never read; `megacpp-overlays witness {id}` can prove it here"
+_LOOKS_REPAIRED = "it looks repaired, but this form is not on record; `megacpp-overlays witness {id}` can prove it here"
 _UNPUBLISHED = (
     "this repair was read, but these files are of no published release, so an edit elsewhere may have undone it; "
     "`megacpp-overlays witness {id}` can prove it here"

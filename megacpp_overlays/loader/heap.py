@@ -1,8 +1,8 @@
-"""HeapSnapshot: one walk over the heap that all overlays share which are armed together.
+"""HeapSnapshot: one walk over the heap, shared by all overlays that are armed together.
 
-`gc.get_referrers` looks at every object of the process, whatever the number of functions it is asked about. A snapshot
-asks it once for all functions that a session may replace, and once more for the classes that hold them. It is only good
-until a module is imported, and is taken anew then. It keeps referrers alive, so it must not outlive the call that made it.
+`gc.get_referrers` visits every object of the process, for one function or for many. A snapshot calls it once for all
+functions that a session may replace, and searches once for the classes that hold them. A snapshot is valid until a module is
+imported, and is taken again then. It keeps referrers alive, so it must not outlive the call that made it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 _OURS = f"{__name__.partition('.')[0]}."
 _namespace_of = type.__dict__["__dict__"].__get__
-"""Return the namespace proxy of a class, without asking its metaclass."""
+"""Return the namespace proxy of a class, without calling its metaclass."""
 
 
 class HeapSnapshot:
     """The referrers of some functions, and the classes whose namespaces are among them.
 
     Args:
-        wanted: returns the functions to ask about, when the snapshot is taken.
+        wanted: returns the functions to search for; called when the snapshot is taken.
     """
 
     def __init__(self, wanted: Callable[[], Iterable[object]]) -> None:
@@ -31,7 +31,7 @@ class HeapSnapshot:
         self.forget()
 
     def forget(self) -> None:
-        """Drop everything; the next question takes the snapshot anew."""
+        """Drop the snapshot; the next query takes a new one."""
         self._loaded: frozenset[str] | None = None
         self._latest: tuple[int, str] | None = None
         self._modules: dict[int, ModuleType] = {}
@@ -39,7 +39,7 @@ class HeapSnapshot:
         self._classes: dict[int, list[type]] = {}
 
     def referrers(self, *objects: object) -> list[Any]:
-        """Return what refers to any of the objects: what did in the snapshot, and still does."""
+        """Return the referrers of any of the objects that are in the snapshot and still refer to it."""
         return self._current(objects)
 
     def _current(self, objects: tuple[object, ...]) -> list[Any]:
@@ -51,7 +51,7 @@ class HeapSnapshot:
     def owners(self, *objects: object) -> list[ModuleType | type]:
         """Return the modules and classes in whose namespaces any of the objects is."""
         owners: dict[int, ModuleType | type] = {}
-        for each in self._current(objects):  # packed once more, the objects would have another referrer
+        for each in self._current(objects):  # a new tuple of the objects would be another referrer
             if (module := self._modules.get(id(each))) is not None:
                 owners[id(module)] = module
             owners |= {id(cls): cls for cls in self._classes.get(id(each), ())}
@@ -75,7 +75,7 @@ class HeapSnapshot:
         self._latest = _latest_module()
 
     def _is_as_loaded(self) -> bool:
-        """Return whether no module came since but those of this package, which take no function of a target."""
+        """Return whether no module was imported since, except those of this package, which take no function of a target."""
         if self._loaded is None:
             return False
         latest = _latest_module()
@@ -88,19 +88,22 @@ class HeapSnapshot:
 
 
 def others_were_loaded(before: AbstractSet[str]) -> bool:
-    """Return whether any module was loaded since `sys.modules` had some names but those of this package, which take no function of a target."""
+    """Return whether a module was loaded since `sys.modules` had the given names.
+
+    Modules of this package do not count, because they take no function of a target.
+    """
     return any(not name.startswith(_OURS) for name in sys.modules.keys() - before)
 
 
 def _latest_module() -> tuple[int, str]:
-    """Return how many modules are loaded, and the one that came last: `sys.modules` keeps their order."""
+    """Return the number of loaded modules and the name of the latest one; `sys.modules` keeps the order of imports."""
     return len(sys.modules), next(reversed(sys.modules))
 
 
 def _classes(namespaces: Mapping[int, Any]) -> dict[int, list[type]]:
-    """Return the classes of namespaces, which are given by their ids.
+    """Return the classes of namespaces, by the id of each namespace.
 
-    Every class is a subclass of `object`; to go through them takes a third of the time in which the heap can be searched.
+    Every class is a subclass of `object`. A walk over the subclasses takes a third of the time of a search of the heap.
     """
     found: dict[int, list[type]] = {number: [] for number in namespaces}
     waiting: list[type] = [object] if namespaces else []
@@ -117,7 +120,7 @@ def _classes(namespaces: Mapping[int, Any]) -> dict[int, list[type]]:
 
 
 def _referrers(wanted: dict[int, Any], *, but: tuple[object, ...]) -> dict[int, list[Any]]:
-    """Return by the id of each object what refers to it, but for running code and what the question is made of."""
+    """Return the referrers of each object, by its id, without frames of running code and the containers of the query."""
     found: dict[int, list[Any]] = {number: [] for number in wanted}
     if not wanted:
         return found
@@ -130,7 +133,7 @@ def _referrers(wanted: dict[int, Any], *, but: tuple[object, ...]) -> dict[int, 
 
 def loaded_modules() -> list[ModuleType]:
     """Return every module once."""
-    # type() and not isinstance: a lazy module may answer __class__ by importing something.
+    # type() and not isinstance: a lazy module may import something when its __class__ is read.
     found = {id(each): each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)}
     return list(found.values())
 

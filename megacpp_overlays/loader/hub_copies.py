@@ -1,8 +1,8 @@
-"""Copies of upstream code that the package `kernels` has loaded from the Hugging Face Hub: found and named, never patched.
+"""Detection of upstream code that the package `kernels` has loaded from the Hugging Face Hub; it is named, never patched.
 
 A kernel of the Hub is a folder of Python files under a module name of its own. `kernels-community/liger-kernels`, which
-transformers takes with `use_kernels=True`, has Liger's files in it, so a defect of Liger can be in a process where no target of
-an overlay was ever imported. Overlays go into the modules of a distribution, and such a copy is none.
+transformers loads with `use_kernels=True`, contains Liger's files. So a defect of Liger can be in a process that never imported
+the target of an overlay. Overlays patch only modules of an installed distribution, and such a copy is not one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megacpp_overlays.model import Erratum
 PACKAGE = "kernels"
 """The distribution, and its module, that loads kernels of the Hub."""
 _IN_A_CACHE = ("/models--", "/kernels--")
-"""Folders of the Hub's cache, for releases of `kernels` that do not list what they loaded."""
+"""Folders of the Hub's cache, for releases of `kernels` that do not list the loaded kernels."""
 
 
 def find(overlays: Iterable[Erratum]) -> tuple[str, ...]:
-    """Return a sentence for each overlay whose target symbol is defined once more in a kernel of the Hub.
+    """Return a sentence for each overlay whose target symbol is also defined in a loaded kernel of the Hub.
 
     Args:
-        overlays: the declarations to look for; those without seams are left out.
+        overlays: the declarations to search for; those without seams are left out.
     """
     if PACKAGE not in sys.modules:
         return ()
@@ -33,31 +33,31 @@ def find(overlays: Iterable[Erratum]) -> tuple[str, ...]:
         symbol = overlay.target.symbol.partition(".")[0]
         for name, module, root in modules if overlay.installs else ():
             if getattr(getattr(module, "__dict__", {}).get(symbol), "__module__", None) == name:
-                what = f"{overlay.target.distribution}'s {symbol}"
+                copied = f"{overlay.target.distribution}'s {symbol}"
                 found[overlay.id, name] = (
-                    f"{overlay.id}: {roots[root]} was loaded from the Hub by `kernels` and has a copy of {what}, which no "
+                    f"{overlay.id}: {roots[root]} was loaded from the Hub by `kernels` and has a copy of {copied}, which no "
                     f"overlay repairs ({module.__file__})"
                 )
     return tuple(found.values())
 
 
 def _kernels() -> Iterator[tuple[str, str]]:
-    """Yield the module name of each kernel that is loaded, and what a reader knows it by."""
+    """Yield the module name of each loaded kernel, and its repository or another name for the reader."""
     try:
         loaded = list(sys.modules[PACKAGE].get_loaded_kernels())
-    except Exception:  # noqa: BLE001 - of another release, or half imported
+    except Exception:  # noqa: BLE001 - another release of `kernels`, or half imported
         loaded = []
     for each in loaded:
         repository = getattr(each.repo_info, "repo_id", None)
         yield each.module.__name__, str(repository or f"the kernel {each.metadata.name}")
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__dict__", {}).get("__file__")  # a lazy module would import something for getattr
+        file = getattr(module, "__dict__", {}).get("__file__")  # getattr could make a lazy module import something
         if isinstance(file, str) and "." not in name and (repository := _repository_of(file)):
             yield name, repository
 
 
 def _repository_of(file: str) -> str:
-    """Return the repository whose snapshot in the Hub's cache has a file; empty for any other file."""
+    """Return the repository of a file in a snapshot of the Hub's cache; empty for any other file."""
     for mark in _IN_A_CACHE:
         _, is_in_a_cache, rest = file.partition(mark)
         if is_in_a_cache and "/snapshots/" in rest:

@@ -1,16 +1,16 @@
-"""Know when a target module has been executed, whatever the order of events. The one user of wrapt.
+"""Import hooks: call a listener after each complete execution of a target module. The only user of wrapt.
 
-Four ways lead to a complete module, and each ends in one call of the listener:
+A module can become complete in five ways. Each ends in one call of the listener:
 
     imported later          wrapt's post-import hook
     imported already        at once
-    loaded lazily           when something wakes it; looking at it would be that
+    loaded lazily           when other code first reads an attribute; the hook must not read one, which would execute it
     half-imported           when its `__spec__._initializing` turns False; its namespace is unfinished until then
-    executed once more      a finder of our own, because wrapt pops its hooks after one firing, so that a reload
-                            or a fresh import would lose the seams in silence
+    executed once more      a meta-path finder of this module: wrapt pops a hook after one firing, so without the finder a
+                            reload or a fresh import would silently lose the seams
 
-This is also the one error boundary. No exception leaves a hook, least of all an ImportError; only
-ActivationError does, which `strict` asks for.
+This module is also the only error boundary. No exception leaves a hook, in particular no ImportError; the exception is
+ActivationError, which `strict` asks for.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from megacpp_overlays.source.trees import find_spec, refuse_parents
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Callbacks of import hooks."""
 
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
-        """A watched module is complete. `late`: other code may have run since it was executed."""
+        """Handle a watched module that is complete. `late`: other code may have run since it was executed."""
 
     def failed(self, name: str, error: Exception) -> None:
-        """The listener itself raised while it dealt with a module. This must not raise."""
+        """Handle an exception of `loaded`. This must not raise."""
 
 
 class Hooks:
-    """Watches modules by name and tells one listener."""
+    """Import hooks for modules by name, with one listener."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._finder = _ReloadFinder(lambda name, module: self.complete(name, module, late=True))
-        # The hook of each name that counts. An interrupt may leave another one with wrapt, which is dead then.
+        # The valid hook of each name. An interrupt may leave another one registered with wrapt, which does nothing then.
         self._hooks: dict[str, Callable[[ModuleType], None]] = {}
         self._watched: set[str] = set()
         self._awaited: set[str] = set()
 
     def once_imported(self, name: str, then: Callable[[], None]) -> None:
-        """Call `then` after the first import of a module, or at once where it is imported; a second call does nothing."""
+        """Call `then` after the first import of a module, or at once if it is imported; a second call does nothing."""
         if name not in self._awaited:
             self._awaited.add(name)
             wrapt.register_post_import_hook(lambda _: then() if name in self._awaited else None, name)
 
     def watch(self, name: str) -> None:
-        """Tell the listener about every complete execution of a module. Watching twice is watching once."""
+        """Call the listener after every complete execution of a module; a second call for a name has no effect."""
         if name in self._watched:
             return
         self._finder.names.add(name)
@@ -67,7 +67,7 @@ class Hooks:
         self._watched.add(name)
 
     def close(self) -> None:
-        """Watch nothing any more. Hooks that wrapt still holds do nothing when they fire."""
+        """Stop watching all modules. Hooks that wrapt still holds do nothing when they fire."""
         self._awaited.clear()
         self._watched.clear()
         self._finder.names.clear()
@@ -75,17 +75,17 @@ class Hooks:
             sys.meta_path.remove(self._finder)
 
     def complete(self, name: str, module: ModuleType, *, late: bool) -> None:
-        """Tell the listener; whatever it raises stays here, except what `strict` asks for."""
+        """Call the listener; catch every exception of it, except ActivationError, which `strict` asks for."""
         self._finder.executed.add(name)
         try:
             self._listener.loaded(name, module, late=late)
         except ActivationError:
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary: importing upstream must not fail for us
+        except Exception as error:  # noqa: BLE001 - the error boundary: a hook must not break the import of upstream
             self._listener.failed(name, error)
 
     def _register(self, name: str) -> None:
-        # wrapt calls back at once for whatever sits in sys.modules, even if it is still being executed.
+        # wrapt calls back at once for a module in sys.modules, even if it is still being executed.
         thread, registering = threading.get_ident(), True
 
         def hook(module: ModuleType) -> None:
@@ -106,23 +106,23 @@ class Hooks:
             when_complete(module, lambda: self._resolved(name, module))
         elif not (
             at_once and is_half_imported(module)
-        ):  # a recipe that tells nobody when it is done; audits look again
+        ):  # a recipe without a completion event; audits check the module again
             self.complete(name, module, late=at_once)
 
     def _resolved(self, name: str, module: ModuleType) -> None:
-        """A half-imported module is complete now, or its import failed and it starts afresh."""
+        """Handle the end of a half import: the module is complete, or its import failed and is watched again."""
         if sys.modules.get(name) is not module:
             self._register(name)
             return
         try:
             self.complete(name, module, late=True)
         except ActivationError:
-            del sys.modules[name]  # as for any import that raises: or a second import would succeed in silence
+            del sys.modules[name]  # as for any import that raises; else a second import would succeed silently
             raise
 
 
 def is_half_imported(module: object) -> bool:
-    """Return whether a module is not executed to its end: the import system or a recipe is at it, or it is asleep."""
+    """Return whether a module is not fully executed: the import system or a recipe is executing it, or it is lazy and unread."""
     return is_asleep(module) or is_initializing(module) or is_a_shell(module) or _is_being_executed(module)
 
 
@@ -132,9 +132,9 @@ def is_initializing(module: object) -> bool:
 
 
 def unfinished_imports(module: ModuleType) -> list[str]:
-    """Return the modules that a module refers to and that are still being executed, without the packages around it.
+    """Return the modules that a module refers to and that are still being executed, without its parent packages.
 
-    A function of the module that calls into one of them may fail until that import is over.
+    A function of the module that calls into one of them may fail until that import is complete.
     """
     values = list(object.__getattribute__(module, "__dict__").values())
     names = {
@@ -144,21 +144,21 @@ def unfinished_imports(module: ModuleType) -> list[str]:
 
 
 def is_asleep(module: object) -> bool:
-    """Return whether a module is loaded lazily and has not been executed: the first look at an attribute does that."""
+    """Return whether a module is loaded lazily and not executed yet; the first access to an attribute executes it."""
     return type(module).__name__ == "_LazyModule" and type(module).__module__ == "importlib.util"
 
 
 _OF_A_SHELL = {"__name__", "__doc__", "__package__", "__loader__", "__spec__", "__file__", "__cached__", "__path__"}
-"""What a module has before anything was executed in it; executing adds `__builtins__`, whatever is in the text."""
+"""Names of a module before its execution. Every execution adds `__builtins__`, also that of an empty text."""
 
 
 def is_a_shell(module: object) -> bool:
-    """Return whether nothing was executed in a module yet: a recipe put it in its place, and is to fill it."""
+    """Return whether a module is an unexecuted shell: a recipe has put it into `sys.modules` and has yet to fill it."""
     return type(module) is ModuleType and vars(module).keys() <= _OF_A_SHELL
 
 
 def _is_being_executed(module: object) -> bool:
-    """Return whether a thread is in the body of a module, whoever executes it."""
+    """Return whether any thread is executing the body of a module, by the import system or by other code."""
     body = _of(module, "__dict__")
     for frame in sys._current_frames().values():  # noqa: SLF001 - documented, in spite of its name
         each: FrameType | None = frame
@@ -170,10 +170,10 @@ def _is_being_executed(module: object) -> bool:
 
 
 def _of(thing: Any, name: str) -> Any:
-    """Return an attribute of a module or a spec without a word to whatever stands in its place, or None."""
+    """Return an attribute of a module or a spec, or None, without calling code of a third-party object in its place."""
     try:
         return object.__getattribute__(thing, name)
-    except Exception:  # noqa: BLE001 - somebody's object, which is none of ours
+    except Exception:  # noqa: BLE001 - third-party object; attribute access may raise
         return None
 
 
@@ -184,7 +184,7 @@ def when_complete(module: ModuleType, then: Callable[[], None]) -> None:
     """Call `then` at the moment the import system declares a half-imported module complete.
 
     The import system announces it by setting `spec._initializing` to False, after the last line of the module
-    and before any other thread may go on with it. Giving the spec a class of ours turns that into a call.
+    and before any other thread may go on with it. The class of the spec is replaced by one that turns this into a call.
     """
     spec: Any = module.__spec__
     spec.__dict__.setdefault(_WAITING, []).append(then)
@@ -196,7 +196,7 @@ def when_complete(module: ModuleType, then: Callable[[], None]) -> None:
 
 def _watched(kind: type) -> type:
     class WatchedSpec(kind):  # type: ignore[misc]  # the class of a spec is only known here
-        """A spec that tells when its module is complete."""
+        """A module spec that runs the waiting callbacks when its module is complete."""
 
         @property
         def _initializing(self) -> bool:
@@ -218,24 +218,24 @@ def _tell(spec: Any) -> None:
         while waiting:
             waiting.pop(0)()
     finally:
-        if waiting:  # one of them raised what `strict` asks for; the others are told all the same
+        if waiting:  # one of them raised ActivationError, which `strict` asks for; the others are still called
             _tell(spec)
 
 
 class _ReloadFinder:
-    """A meta-path finder that notices when a module that was executed once is executed again."""
+    """A meta-path finder that detects the second execution of a module, and every later one."""
 
     def __init__(self, heard: Callable[[str, ModuleType], None]) -> None:
         self.names: set[str] = set()
         self.executed: set[str] = set()
-        """Modules that were executed, or are to be: wrapt's hook serves the first time."""
+        """Modules that were executed, or are about to be; wrapt's hook handles the first execution."""
         self.heard = heard
         self._searching = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that the other finders give, with a loader that calls back after executing."""
+        """Return the spec of the other finders, with a loader that calls back after executing the module."""
         refuse_parents(name)
         if (own := _loaded_before(name)) is not None:
             return own
@@ -255,9 +255,9 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def _loaded_before(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Return a spec that leads to a module of this package that somebody took out of `sys.modules`, or None.
+    """Return a spec for the loaded copy of a module of this package that was removed from `sys.modules`, or None.
 
-    A second copy of it would know no decision and no seam of the first, and have other classes.
+    A second copy of the module would have none of the decisions and seams of the first, and other classes.
     """
     if not name.startswith(_PACKAGE) or name in sys.modules:
         return None
@@ -272,7 +272,7 @@ def _loaded_before(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 class _Again:
-    """A loader that gives a module which is loaded, and executes nothing."""
+    """A loader that returns a loaded module and executes nothing."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -283,12 +283,12 @@ class _Again:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it is."""
+        """Leave the module as it is, and restore its spec."""
         module.__spec__ = self._spec
 
 
 def _call_after_exec(name: str, loader: Any, heard: Callable[[str, ModuleType], None]) -> None:
-    # An attribute of this one loader, not a wrapper around it: its type and its other methods stay upstream's.
+    # An attribute of this loader instance, not a wrapper around it: its type and its other methods stay upstream's.
     original = getattr(loader, "exec_module", None)
     if original is None:
         return

@@ -1,7 +1,7 @@
-"""From a loaded target to seams that are in, reached and tested.
+"""Installation of the seams of an overlay in a loaded target, with checks of aliases and a self-test.
 
-Either every seam of an overlay is in and verified when `install` returns, or it raises and upstream is exactly
-as it was.
+Installation is atomic: when `install` returns, every seam of an overlay is in place and verified. Otherwise it raises, and
+upstream is unchanged.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ from megacpp_overlays.source.trees import SourceTree
 
 
 class RefusedError(OverlayError):
-    """Raised when a check says no. The text becomes the reason of the conflict."""
+    """Raised when a check of an installation fails. The text becomes the reason of the conflict."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSeams:
-    """What one overlay changed."""
+    """The seams and rebound aliases of one overlay."""
 
     seams: tuple[Seam, ...]
     rebound: tuple[Seam, ...]
 
     @property
     def changes(self) -> tuple[Seam, ...]:
-        """Everything that was changed, in order."""
+        """All changed attributes, in order."""
         return (*self.seams, *self.rebound)
 
 
 class Circumstances(NamedTuple):
-    """When seams go in, and who hears of what that costs."""
+    """Circumstances of an installation: its time relative to other code, and callbacks for its effects."""
 
     late: bool
     """Whether other code could run between the import of the target and now. Then objects, too, are searched for the
-    original; so they are whenever its count of references says that somebody holds it. Graphs that were compiled before
+    original, as they are whenever its reference count shows that another object holds it. Graphs that were compiled before
     may contain the original, too, and are dropped."""
     again: bool = False
-    """Whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted."""
+    """Whether the overlay was undone on purpose; instances that were built meanwhile are then accepted."""
     dropped: Callable[[str], object] | None = None
-    """Is told which compiled graphs were dropped."""
+    """Called with a description of the compiled graphs that were dropped."""
     note: Note = seams.unnoted
-    """Is told of each seam and alias before it goes in."""
+    """Called with each seam and alias before it is installed."""
     heap: HeapSnapshot | None = None
-    """A snapshot that overlays share which are armed together."""
+    """A snapshot shared by overlays that are armed together."""
     signature: bool = False
-    """Whether seams have to take every parameter of the function in their place by its name: on code that nobody read."""
+    """Whether a seam must accept every parameter of the replaced function by name: required for source that the probe does not recognise."""
 
 
 def install(
     overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, circumstances: Circumstances
 ) -> PlacedSeams:
-    """Put in all seams of an overlay, rebind every live alias to them, and test the result.
+    """Install all seams of an overlay, rebind every live alias to them, and test the result.
 
     Args:
         overlay: the declaration.
         shape: the broken shape that the probe found.
         module: the target module, completely executed.
-        tree: where its source is read.
-        circumstances: how late it is.
+        tree: the source tree of the module.
+        circumstances: of this installation.
 
     Raises:
-        RefusedError: the live object is somebody else's, a witness disagrees with the probe, the original is still
+        RefusedError: the live object is third-party code, a witness disagrees with the probe, the original is still
             held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
@@ -100,7 +100,7 @@ def install(
     if not any(ours):
         _ask_witness(overlay, module)
     deep = late or any(map(aliases.is_held_elsewhere, places))
-    # References are counted of what its own place holds; nobody can take one before this import is over.
+    # Reference counts cover functions in their own place. No other code can take a reference before this import is over.
     is_known_elsewhere = deep or any(ours) or any(place.inherited for place in places)
     loaded = set(sys.modules)
     placed: list[Seam] = []
@@ -115,7 +115,7 @@ def install(
         try:
             for place, replacement in zip(places, replacements, strict=True):
                 _place(overlay, place, replacement, module, keep, signature=signature)
-            # What is adopted was verified by whoever put it in, and is theirs to undo.
+            # An adopted seam was verified by the session that installed it, which also undoes it.
             fresh = [seam for seam in placed if not seam.adopted]
             if is_known_elsewhere or others_were_loaded(loaded):  # the seams may have imported what takes an original
                 aliases.rebind(placed, rebound, deep=deep, note=note, heap=heap)
@@ -131,7 +131,7 @@ def install(
 
 
 def _ask_witness(overlay: Overlay, module: ModuleType) -> None:
-    """Refuse where the loaded code does not behave as the finding says; code that cannot run yet is not asked."""
+    """Raise if the witness does not see the defect of the finding; skipped while the loaded code cannot run yet."""
     if overlay.witness is None or unfinished_imports(module):
         return
     with calls.not_counted():
@@ -177,7 +177,7 @@ def _refuse_instances(placed: Sequence[Seam]) -> None:
 
 
 def _not_taken(original: object, seam: object) -> list[str]:
-    """Return the parameters of a function that another one does not take by their names."""
+    """Return the parameters of a function that a seam does not accept by name."""
     if not (callable(original) and callable(seam)):
         return []
     try:
@@ -191,42 +191,42 @@ def _not_taken(original: object, seam: object) -> list[str]:
 
 
 def undo_all(changed: Sequence[Seam]) -> None:
-    """Undo seams, the last first; try them all before an error leaves.
+    """Undo seams in reverse order; try all of them before raising.
 
     Raises:
-        SeamError: at least one attribute was replaced by somebody else meanwhile, or cannot be assigned.
+        SeamError: at least one attribute was replaced by other code meanwhile, or cannot be assigned.
     """
     if problems := [problem for seam in reversed(changed) if (problem := _problem_of(seam))]:
         raise SeamError("; ".join(problems))
 
 
 def _problem_of(seam: Seam) -> str:
-    """Undo a seam; return in words why it is not undone, if it is not."""
+    """Undo a seam; return the reason if it cannot be undone, else an empty text."""
     try:
         return "" if seam.undo() else seam.taken_by()
-    except Exception as error:  # noqa: BLE001 - an owner may refuse in its own words
+    except Exception as error:  # noqa: BLE001 - an owner may raise any exception
         return f"{seam} cannot be put back: {type(error).__name__}: {error}"
 
 
 class TakenOut(NamedTuple):
-    """What became of the places of an overlay."""
+    """The result of taking out an overlay."""
 
     problems: tuple[str, ...]
-    """Why something is not as it was, a sentence each."""
+    """A sentence for each name that could not be restored."""
     kept: tuple[str, ...]
-    """Names that still lead to a seam."""
+    """Names that were not restored."""
 
 
 def take_out(overlay: Overlay, traces: Traces, names: Sequence[MarkedName] | None = None) -> TakenOut:
-    """Put back what is in the places of an overlay, wherever and whenever it was put in; a second call has less to do.
+    """Restore the original in every place of an overlay, of any earlier installation; safe to repeat.
 
-    Marks tell what has to be put back, so that nothing is left by a call that was interrupted. Each place is forgotten
-    when it is as it was, and one that cannot be put back does not keep the others.
+    Seams are found by their marks, so that an interrupted call leaves none behind. Each place is forgotten once it is
+    restored. A place that cannot be restored does not stop the others.
 
     Args:
-        overlay: what is taken out.
-        traces: where it was put in.
-        names: of modules that lead to seams, where several overlays are taken out together.
+        overlay: the overlay to take out.
+        traces: the places where it was installed.
+        names: the module names that are bound to seams, where several overlays are taken out together.
     """
     problems: list[str] = []
     kept: list[str] = []
@@ -249,11 +249,11 @@ def take_out(overlay: Overlay, traces: Traces, names: Sequence[MarkedName] | Non
 
 
 def _taken_over(place: LiveName, raw: object, traces: Traces) -> str:
-    """Return who holds a place where a seam was, if it is neither upstream nor empty."""
+    """Return a message if third-party code is in a former place of a seam; empty if upstream's code or nothing is there."""
     function = seam_marks.plain_function(raw)
     if raw is None or any(function is each for each in traces.objects()):
         return ""
     known = {each.__code__.co_filename for each in traces.objects() if isinstance(each, FunctionType)}
     if type(function) is FunctionType and function.__code__.co_filename in known:
-        return ""  # upstream's own, from another execution
+        return ""  # upstream's own code, from another execution of the module
     return f"{place} was replaced after us by {seams.describe(raw)}; not undone"

@@ -1,11 +1,11 @@
-"""Findings that are written down, by the texts that they are about, so that a launcher need not have those read again.
+"""Recorded findings of the probes for known source texts, so that a launcher need not parse these texts again.
 
-A probe is a function of the texts that it asks for. What every probe of this package finds in the releases of its lanes is
-kept in `known.json`, under a hash of all texts that it asked for, and of the names of those that were not there. Where the
-same texts are installed that is the finding, and nothing is parsed. One character more, and the probe is asked; so it is where
-anything that probes are made of is not what it was when the findings were written (`scripts/known_findings.py`).
+A probe is a function of the source texts that it asks for. The findings of every probe of this package in the releases of its
+lanes are recorded in `known.json`, under a hash of all texts that the probe asked for and of the names of missing modules. If
+the same texts are installed, the recorded finding is used, and nothing is parsed. Any change of a source text or of the probes'
+code since the findings were recorded (`scripts/known_findings.py`) invalidates the entry; the probe then runs.
 
-Only verdicts without a doubt are kept: what is UNRECOGNISED is looked at each time.
+UNRECOGNISED is never recorded: in that case the probe runs each time.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class KnownFindings(NamedTuple):
-    """What is kept."""
+    """The content of `known.json`."""
 
     probes: str
-    """Hash over the code that the findings were made with."""
+    """Hash of the code of the probes that made the findings."""
     pythons: tuple[str, ...]
-    """Versions of Python that find the same: parsers differ."""
+    """Versions of Python with the same findings; their parsers differ."""
     parts: dict[str, list[dict[str, Any]]]
-    """By part: which modules were asked for, and the number of the finding by the hash of what was there."""
+    """By part: the modules that the probe asked for, and the number of the finding by the hash of their texts."""
     findings: list[dict[str, Any]]
     readings: list[str]
     """Definitions that findings were read from, as `_written` writes them; a finding names them by number."""
 
 
 def finding(erratum: Erratum, tree: SourceTree) -> Finding | None:
-    """Return what the probe of a part finds, where it is written down; None where it has to be asked."""
+    """Return the recorded finding of a part, or None if its probe has to run."""
     data = _look_up(erratum, tree)
     return _read(data, tree, _readings(data["read"])) if data is not None else None
 
 
 def places(erratum: Erratum, tree: SourceTree) -> dict[str, Place]:
-    """Return where the functions that a part replaces are written, as far as that is written down."""
+    """Return the recorded places of the functions that a part replaces, by symbol; empty if none are recorded."""
     data = _look_up(erratum, tree)
     return {symbol: Place(*each) for symbol, each in data["places"].items()} if data is not None else {}
 
@@ -76,7 +76,7 @@ def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
 
 
 class KeptRow(NamedTuple):
-    """What is kept for the texts of a tree."""
+    """The recorded value for the texts of a tree."""
 
     asked: tuple[str, ...]
     """Names of the modules that the probe asked for."""
@@ -84,17 +84,17 @@ class KeptRow(NamedTuple):
 
 
 def look_up(rows: Iterable[Mapping[str, Any]], tree: SourceTree) -> KeptRow | None:
-    """Return what rows have for the texts of a tree, or None.
+    """Return the recorded value for the texts of a tree, or None.
 
     Args:
-        rows: each with the names that were `asked` for, and what was `found` by the digest of their texts.
-        tree: where source is read.
+        rows: each with the names that were `asked` for, and the values `found` by the digest of their texts.
+        tree: the source tree to read.
     """
     for each in rows:
         try:
             sources = [tree.module(name) for name in each["asked"]]
         except OverlayError:
-            continue  # the probe will say what cannot be read
+            continue  # the probe will report the unreadable module
         value = each["found"].get(digest(each["asked"], sources))
         if value is not None:
             return KeptRow(tuple(each["asked"]), value)
@@ -102,12 +102,12 @@ def look_up(rows: Iterable[Mapping[str, Any]], tree: SourceTree) -> KeptRow | No
 
 
 def name_of(erratum: Erratum) -> str:
-    """Return the name under which findings of a part are kept."""
+    """Return the key of the findings of a part."""
     return f"{erratum.id} {erratum.target.module}"
 
 
 def digest(asked: Iterable[str], sources: Iterable[ModuleSource | None]) -> str:
-    """Return 32 hexadecimal digits for the texts of modules. A package and a module of one text differ: imports do."""
+    """Return a digest of the texts of modules, 32 hexadecimal digits. A package and a module of one text differ in it: imports do."""
     rows = [
         f"{name} {Path(source.path).name} {source.sha256}" if source else f"{name} -"
         for name, source in zip(asked, sources, strict=True)
@@ -116,13 +116,13 @@ def digest(asked: Iterable[str], sources: Iterable[ModuleSource | None]) -> str:
 
 
 def as_data(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -> dict[str, Any] | None:
-    """Return a finding as plain data with the places of its seams; None for one that is not kept."""
+    """Return a finding as plain data with the places of its seams, or None for a finding that is not recorded."""
     data = portable(found, sources) if found.verdict is not Verdict.UNRECOGNISED else None
     return None if data is None else {**data, "places": _places(erratum, found, sources)}
 
 
 def portable(found: Finding, sources: Sequence[ModuleSource]) -> dict[str, Any] | None:
-    """Return a finding as plain data without the folder that it was made in; None where it rests on other files."""
+    """Return a finding as plain data without paths of its tree, or None if it depends on other files than these sources."""
     names = {source.path: source.name for source in sources}
     files = {each.file for each in found.evidence if each.file is not None}
     says_a_path = any(path in each.seen for each in found.evidence for path in names)
@@ -147,7 +147,7 @@ def _places(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -
 
 
 def restored(data: dict[str, Any], tree: SourceTree) -> Finding:
-    """Return the finding that `portable` wrote, about the files of a tree."""
+    """Return the finding that `portable` wrote, with the paths of a tree."""
     return _read(data, tree, tuple(map(_reading, data["read"])))
 
 
@@ -167,7 +167,7 @@ def _read(data: dict[str, Any], tree: SourceTree, read: tuple[Reading, ...]) -> 
 
 
 def _written(reading: Reading) -> str:
-    """Return a reading as one line of words."""
+    """Return a reading as one line of words, separated by spaces."""
     words = (reading.module, reading.symbol, reading.kind.value, reading.line, reading.wrappers, reading.origin)
     return " ".join(map(str, words)).rstrip()
 
@@ -184,7 +184,7 @@ def _reading(written: str) -> Reading:
 
 
 def numbered(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the findings and the readings that they share: each finding has the numbers of its own, as text."""
+    """Return the findings and their shared readings; each finding has the numbers of its readings, as text."""
     readings = {each: None for found in findings for each in found["read"]}
     number = {each: str(place) for place, each in enumerate(readings)}
     rows = [{**found, "read": " ".join(number[each] for each in found["read"])} for found in findings]
@@ -193,25 +193,25 @@ def numbered(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def _kept() -> KnownFindings | None:
-    """Return what is kept, or None where it was not made by this code."""
+    """Return the recorded findings, or None if other code of the probes made them."""
     try:
         known = KnownFindings(**json.loads(FILE.read_text(encoding="utf-8")))
         is_ours = known.pythons and this_python() in known.pythons and known.probes == code()
-    except (OSError, ValueError, TypeError):  # a package without it, or with half of it, asks its probes
+    except (OSError, ValueError, TypeError):  # without a readable record the probes run
         return None
     return known if is_ours else None
 
 
 def this_python() -> str:
-    """Return the version of Python as far as its parser goes."""
+    """Return the version of Python that determines its parser: major and minor."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def code() -> str:
-    """Return the hash of all code that probes are made of.
+    """Return the hash of all code of the probes.
 
     Raises:
-        OSError: it is not here as text.
+        OSError: the code is not available as text.
     """
     folders = (_PACKAGE / "feature_probes", _PACKAGE / "source")
     files = [path for folder in folders for path in sorted(folder.glob("*.py"))]

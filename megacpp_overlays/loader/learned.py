@@ -1,10 +1,10 @@
-"""Learned verdicts: what reproducers showed on releases that no probe recognises, shipped with this package.
+"""Learned verdicts: results of the reproducers on releases that no probe recognises, shipped with this package.
 
-`megacpp-overlays learn` runs reproducers on a release and writes the verdict of each part that it asked about into `learned.json`.
-A verdict counts where the installed package is that release byte for byte (see `source.published`), as long as probe, seams, reproducer
-and neighbour cases are what they were then. A part that was asked about and earned no verdict is `unproved` there, whatever was read; one
-that is broken and that no seams repair is a conflict.
-What a user's own `witness` says comes first.
+`megacpp-overlays learn` runs reproducers on a release and writes the verdict of each part that it tested into `learned.json`.
+A verdict is valid if the installed package is that release byte for byte (see `source.published`), as long as probe, seams,
+reproducer and neighbour cases are unchanged. A part that was tested without a verdict is `unproved` in that release, also if its
+repair was read. A part that is broken and that no seams repair is a conflict. A kept witness of the user has precedence over a
+learned verdict.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ FILE = Path(__file__).with_name("learned.json")
 
 
 def finding(erratum: Erratum, found: Finding, tree: SourceTree) -> Finding:
-    """Return the verdict that was learned of what is installed, or the finding where none was.
+    """Return the verdict that was learned for the installed release, or the finding of the probe if there is none.
 
     Args:
         erratum: the declaration.
-        found: what its probe says, which is UNRECOGNISED.
+        found: the finding of its probe, which is UNRECOGNISED.
         tree: an `InstalledTree`.
     """
     if erratum.target.distribution not in _kept():
         return found
     try:
         release = published.release_of(erratum.target, tree)
-    except OSError:  # a file of the package cannot be read, so that it is no release
+    except OSError:  # with an unreadable file the package cannot be identified as a release
         return found
     return found if release is None else in_release(erratum, release, found)
 
 
 def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
-    """Return the verdict that was learned of a part in a release, or the finding where none was."""
+    """Return the verdict that was learned for a part in a release, or the finding if there is none."""
     data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(known.name_of(erratum))
     if data is None or data["verdict"] is None or found.verdict is not Verdict.UNRECOGNISED:
         return found
@@ -56,16 +56,16 @@ def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
 
 
 def is_doubted(erratum: Erratum, release: str) -> bool:
-    """Return whether reproducers were asked about a part in a release and gave no verdict that holds, or show the defect."""
+    """Return whether reproducers ran for a part in a release and gave no verdict, or showed a defect that no seam repairs."""
     data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(known.name_of(erratum))
     return data is not None and (data["verdict"] is None or data["shape"] == NOT_REPAIRED)
 
 
 @functools.cache
 def code_of(erratum: Erratum, shape: str | None) -> str:
-    """Return 16 hexadecimal digits for the code that a verdict depends on: probe, seams where there is a shape, and reproducer.
+    """Return a digest of the code that a verdict depends on, 16 hexadecimal digits: probe, seams if there is a shape, reproducer.
 
-    Comments, docstrings and what a declaration says to people do not count.
+    Comments, docstrings and the descriptive texts of a declaration do not count.
     """
     code = witnesses.meaning(erratum, with_seams=shape is not None)
     reproducers = sorted(witnesses.PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"))
@@ -74,14 +74,14 @@ def code_of(erratum: Erratum, shape: str | None) -> str:
 
 
 def read() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Return all that is kept, by distribution, release and part."""
+    """Return all learned verdicts, by distribution, release and part."""
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 @functools.cache
 def _kept() -> Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]:
-    """Return what is kept; nothing where it cannot be read."""
+    """Return the learned verdicts; empty if the file cannot be read."""
     try:
         return read()
     except (OSError, ValueError):

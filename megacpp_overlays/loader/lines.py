@@ -1,4 +1,4 @@
-"""Lines of a log: one for each overlay that is active, one for each warning, one that counts, and all details of a decision."""
+"""Lines of a log: one for each active overlay, one for each warning, one with the counts, and all details of a decision."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megacpp_overlays.loader.fields import fields, titled
 from megacpp_overlays.model import Decision, Erratum, Record, Verdict
 
 HEAD = "[megacpp_overlays] "
-"""What a line on a terminal or in a file begins with; on another rank than the first its number is in it."""
+"""Prefix of a line on a terminal or in a file; on ranks other than the first it also has the number of the rank."""
 _MOST_NAMED = 3
-"""Overlays that a line names which counts those without a call."""
+"""Most overlays without a call that a line lists by name."""
 LONGEST = 160
-"""Characters of the line of an active overlay, its head included: it stands on one line of a wide terminal."""
+"""Characters of the line of an active overlay, including its prefix: it fits one line of a wide terminal."""
 
 WITNESS = "megacpp-overlays witness"
 """The command that proves everything that is unproved."""
 
 
 def told(record: Record) -> str:
-    """Return what is said of a decision without being asked for details; empty where a count says enough."""
+    """Return the log line of a decision at the level `info`; empty for a decision that only the count includes."""
     verdict = record.finding.verdict if record.finding else None
     if record.decision is Decision.ACTIVE:
         return active(record.overlay)
@@ -35,12 +35,12 @@ def told(record: Record) -> str:
 
 
 def active(overlay: Erratum) -> str:
-    """Return the line of an active overlay, in at most `LONGEST` characters with its head: what it repairs, until when."""
+    """Return the line of an active overlay, at most `LONGEST` characters with its prefix: the repair, and the condition to delete it."""
     head, middle = f"active: {titled(overlay)} repairs ", "; delete when "
     left = LONGEST - len(HEAD) - len(head) - len(middle)
     if overlay.brief and overlay.until:
         return f"{head}{overlay.brief}{middle}{overlay.until}"
-    import textwrap  # noqa: PLC0415 - overlays of this package have said it in brief
+    import textwrap  # noqa: PLC0415 - overlays of this package have `brief` and `until`
 
     until = textwrap.shorten(overlay.retire_when, max(left // 2, left - len(overlay.title)), placeholder=" ...")
     title = textwrap.shorten(overlay.title, left - len(until) - 2, placeholder=" ...")
@@ -48,12 +48,12 @@ def active(overlay: Erratum) -> str:
 
 
 def is_warning(record: Record) -> bool:
-    """Return whether somebody has to look at it."""
+    """Return whether a decision is logged as a warning."""
     return record.decision in WARNED
 
 
 def unproved(record: Record) -> str:
-    """Return the one line of all overlays that are unproved on a release."""
+    """Return the single line for all overlays that are unproved on a release."""
     return (
         f"WARNING unproved: {fields(record).installed} is not a release that this package knows; overlays whose defect may be in it "
         f"are not installed until their reproducers have run on it | what to do: {WITNESS}"
@@ -61,7 +61,7 @@ def unproved(record: Record) -> str:
 
 
 def warning(record: Record) -> str:
-    """Return the line of what needs a person: what is wrong, what that means for the run, and what to do."""
+    """Return the warning line of a decision: the problem, its effect on the run, and the remedy."""
     overlay, found = record.overlay, fields(record)
     where = f"{overlay.target.module}, {found.installed}"
     is_conflict = record.decision is Decision.CONFLICT
@@ -75,7 +75,7 @@ def warning(record: Record) -> str:
 
 
 def detail(record: Record) -> str:
-    """Return all that is known of a decision in one line, which needs no other line to be understood."""
+    """Return all fields of a decision in one self-contained line."""
     found = fields(record)
     parts = [
         f"{record.decision.value}: {found.name} on {found.installed}",
@@ -90,7 +90,7 @@ def detail(record: Record) -> str:
 
 
 def by_overlay(records: Sequence[Record]) -> dict[str, Decision]:
-    """Return one decision for each id: of parts that were decided differently the one that matters most."""
+    """Return one decision for each id; if the decisions of its parts differ, the most important one."""
     found: dict[str, Decision] = {}
     for record in records:
         other = found.get(record.overlay.id, record.decision)
@@ -99,14 +99,14 @@ def by_overlay(records: Sequence[Record]) -> dict[str, Decision]:
 
 
 def counted(records: Sequence[Record]) -> str:
-    """Return how many overlays there are of each decision: `6 active, 2 retired, 0 conflict, 11 absent`."""
+    """Return the number of overlays for each decision: `6 active, 2 retired, 0 conflict, 11 absent`."""
     counts = Counter(by_overlay(records).values())
     shown = [decision for decision in COUNTED if counts[decision] or TRAITS[decision].is_always_counted]
     return ", ".join(f"{counts[decision]} {TRAITS[decision].word or decision.value}" for decision in shown)
 
 
 def calls(records: Sequence[Record]) -> dict[str, int]:
-    """Return how often the seams of each active overlay were called; empty where none was, as before a run."""
+    """Return the number of calls of the seams of each active overlay; empty if none was called, as before a run."""
     found = _call_counts(records)
     return found if any(found.values()) else {}
 
@@ -120,12 +120,12 @@ def _call_counts(records: Sequence[Record]) -> dict[str, int]:
 
 
 def never_called(records: Sequence[Record]) -> list[str]:
-    """Return the ids of active overlays whose seams count their calls, and none of whose seams was called."""
+    """Return the ids of active overlays whose seams count their calls and were never called."""
     return [name for name, count in _call_counts(records).items() if not count]
 
 
 def unused(records: Sequence[Record]) -> str:
-    """Return which active overlays were never called, in a few words; empty if every one was."""
+    """Return a short text that names the active overlays that were never called; empty if all were."""
     names = never_called(records)
     if not names:
         return ""
@@ -140,7 +140,7 @@ def unused(records: Sequence[Record]) -> str:
 
 
 def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str, *, at_exit: bool = False) -> str:
-    """Return the one line that counts, and names what needs a person; at the end of a process also what it never used."""
+    """Return the line with the counts and the overlays that need attention; at the end of a process also those never called."""
     decided = by_overlay(records)
     looked_at = [name for name, decision in decided.items() if decision in ATTENTION]
     head = version if mode == "auto" else f"{version}, mode {mode}"

@@ -1,10 +1,9 @@
-"""Hold a repair that was read against what is loaded: the code that runs must be the code in the file.
+"""Comparison of a repair in the source with the loaded code: the code that runs must be the code in the file.
 
-A file can be replaced after it was loaded, a stale `.pyc` can be run in its place, and anybody can put another function
-or class where the repaired one was. So each definition that a repair goes through is compiled once more from the text
-that was read, which takes a fraction of a millisecond, and compared with what the live name leads to; so are the defaults
-of its parameters, which belong to the function and not to its code. What is not loaded yet cannot differ and is not looked
-at.
+A file can be replaced after it was loaded, a stale `.pyc` can be executed in its place, and other code can replace the repaired
+function or class. So each definition that a repair goes through is compiled again from the text that was read, which takes a
+fraction of a millisecond, and compared with the object that the live name is bound to. The defaults of its parameters belong to
+the function and not to its code, and are compared, too. A module that is not loaded yet cannot differ and is skipped.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ _COMPARED = (
     "co_cellvars",
     "co_firstlineno",
 )
-"""What two code objects that do the same agree in; columns, which `-X no_debug_ranges` leaves out, are not among it."""
+"""Attributes that equal code objects share. Column positions, which `-X no_debug_ranges` leaves out, are not compared."""
 
 
 def difference(finding: Finding, tree: SourceTree, target: ModuleType | None = None) -> str | None:
-    """Return what is loaded in place of a body that a repair goes through, as a sentence; None where all are as read.
+    """Return a sentence on the first body of a repair whose loaded code differs from the source, or None if all agree.
 
     Args:
-        finding: what names the bodies.
-        tree: where they were read.
-        target: a module that is complete, whatever its spec says: the hooks ask before the import system notes it.
+        finding: the finding that names the bodies.
+        tree: the source tree where they were read.
+        target: a module to treat as complete: the hooks call this before the import system clears `_initializing` in its spec.
     """
     for body in finding.repair:
         module = sys.modules.get(body.module) if isinstance(body, Body) else None
@@ -61,7 +60,7 @@ def difference(finding: Finding, tree: SourceTree, target: ModuleType | None = N
 
 
 def misbehaviour(erratum: Erratum, module: ModuleType) -> str | None:
-    """Return what an overlay's witness sees in a target that was read as repaired, where that is the defect."""
+    """Return a sentence if the witness of an overlay sees the defect in a target that was read as repaired, or None."""
     if isinstance(erratum, Overlay) and erratum.witness is not None and (seen := erratum.witness(module)).broken:
         return f"the probe says FIXED but the loaded code does not behave so: {seen.seen}"
     return None
@@ -73,7 +72,7 @@ def _difference(body: Body, module: ModuleType, tree: SourceTree, *, complete: b
         return f"{body.module} is loaded and has no source"
     for symbol in [body.symbol] if body.symbol else _definitions(source.syntax.body):
         if not complete and symbol.partition(".")[0] not in namespace(module):
-            continue  # the module imports the target, and has not come to this line
+            continue  # the module imports the target, and has not executed this line yet
         if (live := _other_than_read(module, symbol, source)) is not None:
             return live
     return None
@@ -97,14 +96,14 @@ def _other_than_read(module: ModuleType, symbol: str, source: ModuleSource) -> s
             if _has_defaults(function, node.args):
                 return None
             return (
-                f"{source.name}.{symbol} as it is loaded has other defaults than what was read in {_at(source, node)}"
+                f"{source.name}.{symbol} as it is loaded has other defaults than the text read in {_at(source, node)}"
             )
-    what = "is not there" if raw is None else f"is {describe(raw)}"
-    return f"{source.name}.{symbol} as it is loaded {what}, which is not the code that was read in {_at(source, cls)}"
+    state = "is not there" if raw is None else f"is {describe(raw)}"
+    return f"{source.name}.{symbol} as it is loaded {state}, which is not the code that was read in {_at(source, cls)}"
 
 
 def _defined(body: Sequence[ast.AST], symbol: str) -> list[ast.ClassDef | FunctionNode]:
-    """Return the definitions of a name, several where a property has a setter; the probe has judged what binds it."""
+    """Return the definitions of a name; a property with a setter has several. The probe has checked other bindings of the name."""
     name, _, rest = symbol.partition(".")
     found: list[ast.ClassDef | FunctionNode] = []
     for node in body:
@@ -117,17 +116,17 @@ def _defined(body: Sequence[ast.AST], symbol: str) -> list[ast.ClassDef | Functi
 
 
 def _as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource) -> FunctionType | None:
-    """Return the function with the code of a definition, behind as many wrappers as that has decorators, or None."""
+    """Return the live function with the code of a definition, below at most as many wrappers as it has decorators, or None."""
     read = _compiled(symbol, node, source)
     for live in layers(raw, wrappers(node)):
-        # By type: the proxy of somebody's patch answers with the code of what it wraps.
+        # By type: a third-party proxy returns the code of the function that it wraps.
         if type(live) is FunctionType and read is not None and _alike(live.__code__, read):
             return live if same_file(live.__code__.co_filename, source.path) else None
     return None
 
 
 def _has_defaults(function: FunctionType, arguments: ast.arguments) -> bool:
-    """Return whether a function has the defaults that its text gives it, as far as text can tell."""
+    """Return whether a function has the defaults of its source, as far as these are literals."""
     named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     by_name = {each.arg: value for each, value in named if value is not None}
     live, live_by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
@@ -140,7 +139,7 @@ def _has_defaults(function: FunctionType, arguments: ast.arguments) -> bool:
 
 
 def _is_default(live: object, read: ast.expr) -> bool:
-    """Return whether a value may be what a default means: a literal is itself, anything else may be any value."""
+    """Return whether a live value may be the value of a default: a literal must be equal, any other expression may have any value."""
     try:
         literal = ast.literal_eval(read)
     except (ValueError, TypeError):  # a name, a call, an operator; or a set of lists
@@ -161,7 +160,7 @@ def _another_class(module: ModuleType, symbol: str, node: ast.ClassDef, source: 
 
 
 def _attribute(module: ModuleType, symbol: str) -> Any:
-    """Return what a class or module itself has under a name, None where it has nothing or inherits it."""
+    """Return the attribute of a symbol in the own namespace of its class or module, or None if it is missing or inherited."""
     try:
         return resolve(module, symbol).own
     except SeamError:
@@ -169,7 +168,7 @@ def _attribute(module: ModuleType, symbol: str) -> Any:
 
 
 def _another_import(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
-    """Return what a name is that the source takes from another module, unless it is still what that module has."""
+    """Return a sentence if a name that the source imports from another module is bound to a different object than there, or None."""
     for statement in source.syntax.body:
         if not isinstance(statement, ast.ImportFrom):
             continue
@@ -188,7 +187,7 @@ def _another_import(module: ModuleType, symbol: str, source: ModuleSource) -> st
 
 
 def _ours(given: Any, live: Any) -> bool:
-    """Return whether one of two is a seam of ours over the other: neither is somebody else's."""
+    """Return whether one of two objects is a seam of this package over the other, so that neither is third-party code."""
     marks = [mark.original for each in (given, live) if (mark := seam_marks.mark_of(each)) is not None]
     return any(original in (given, live) for original in marks)
 
@@ -200,7 +199,7 @@ def _origin(module: ModuleType, statement: ast.ImportFrom) -> str:
 
 
 def _compiled(symbol: str, node: FunctionNode, source: ModuleSource) -> CodeType | None:
-    """Return the code of a function or method, compiled from the text that was read and run by nobody."""
+    """Return the code of a function or method, compiled from the text that was read; it is never executed."""
     statement: ast.stmt = node
     owner, _, _ = symbol.rpartition(".")
     while owner:  # a method is compiled inside its class, for `super()` and for names with two underscores
@@ -225,10 +224,10 @@ def _compiled(symbol: str, node: FunctionNode, source: ModuleSource) -> CodeType
 
 
 def _imports(body: Sequence[ast.AST]) -> Iterator[ast.stmt]:
-    """Yield the imports of a module: of a name that is imported, the compiler calls attributes in another way."""
+    """Yield the imports of a module, because the compiler emits other code for attribute calls on an imported name."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            if getattr(node, "module", None) != "__future__":  # must come first, and goes by flags
+            if getattr(node, "module", None) != "__future__":  # must come first; passed as flags instead
                 yield node
         elif not isinstance(node, ast.ClassDef | FunctionNode | ast.expr):
             yield from _imports([*ast.iter_child_nodes(node)])
@@ -245,7 +244,7 @@ def _future_flags(syntax: ast.Module) -> int:
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of what is defined in this scope, behind the scope of type parameters, too."""
+    """Yield the code objects that are defined in this scope, also those inside a scope of type parameters."""
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield each

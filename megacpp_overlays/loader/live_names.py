@@ -1,8 +1,8 @@
-"""Live names: the module or class that has the attribute which a dotted symbol means, and what it has there now.
+"""Live names: resolution of a dotted symbol to its module or class and its current attribute in the running process.
 
-Only the owner and the name are kept. The attribute is read from the running process whenever it is asked for, because
-another library may have replaced it since. Nothing here runs code of a lazy module or of a third-party proxy, except
-`resolve`, which demands that the attribute can be read.
+Only the owner and the name are stored. The attribute is read from the running process at each access, because another library
+may have replaced it since. No function here runs code of a lazy module or of a third-party proxy, except `resolve`, which
+requires that the attribute can be read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megacpp_overlays.runtime.seam_marks import Mark, mark_behind, plain_functio
 Owner = ModuleType | type
 
 NOTHING = object()
-"""In place of an attribute that is not there; None may be one."""
+"""Placeholder for a missing attribute, because None may be the value of one."""
 
 
 class LiveName(NamedTuple):
@@ -31,7 +31,7 @@ class LiveName(NamedTuple):
 
     @property
     def own(self) -> Any:
-        """The raw attribute in the owner's own namespace; None where there is none, or an inherited one."""
+        """The raw attribute in the owner's own namespace; None if it is missing or inherited."""
         return namespace(self.owner).get(self.name)
 
     @property
@@ -57,23 +57,23 @@ class LiveName(NamedTuple):
 
     @property
     def mark(self) -> Mark | None:
-        """The mark of the seam that is there, wrapped or not."""
+        """The mark of the seam in this place, wrapped or not; None if there is no seam."""
         return mark_behind(self.raw)
 
     @property
     def original(self) -> Any:
-        """The raw attribute, or the one behind our seam."""
+        """The raw attribute, or the original of the seam in its place."""
         raw = self.raw
         return raw if (mark := mark_behind(raw)) is None else mark.original
 
 
 class Found(NamedTuple):
-    """How far a dotted symbol leads in a module."""
+    """The result of following a dotted symbol in a module."""
 
     owner: Any
     """The innermost owner; a third-party object where one is in the place of the module."""
     name: str
-    """The part of the symbol to look up in the owner: the last, or one that is no class although it should be."""
+    """The part of the symbol to look up in the owner: the last part, or an earlier one that is not a class."""
     path: str
     """The symbol up to that part."""
     is_complete: bool
@@ -102,25 +102,25 @@ def resolve(module: ModuleType, symbol: str) -> LiveName:
     """Return the live name of a symbol.
 
     Raises:
-        SeamError: a part of the symbol is missing, or one before the last is no class.
+        SeamError: a part of the symbol is missing, or a part before the last is not a class.
     """
     found = follow(module, symbol)
     if not found.is_complete:
         raise SeamError(f"{owner_name(found.owner)} has no class {found.name}")
     if not hasattr(found.owner, found.name):
         where = owner_name(found.owner)
-        raise SeamError(f"{where} has no attribute {found.name}: a seam replaces what is there, and adds nothing")
+        raise SeamError(f"{where} has no attribute {found.name}: a seam replaces an attribute, and adds none")
     return LiveName(found.owner, found.name)
 
 
 def holder_of(owner: Any, name: str) -> Any:
-    """Return the owner itself, or the class that it inherits an attribute from; None where no class has it."""
+    """Return the owner itself, or the class that it inherits an attribute from; None if no class has it."""
     owners = owner.__mro__ if is_class(owner) else [owner]
     return next((each for each in owners if name in attributes(each)), None)
 
 
 def is_class(value: Any) -> bool:
-    """Return whether a value is a class by its type: `isinstance` asks the value itself."""
+    """Return whether a value is a class by its type; `isinstance` would call code of the value."""
     return issubclass(type(value), type)
 
 
@@ -139,7 +139,7 @@ def attributes(owner: Any) -> Mapping[str, Any]:
     """Return the attributes of a module, a class, or a third-party object in the place of one, which may have none."""
     try:
         return namespace(owner)
-    except MemoryError:  # which says nothing of the owner
+    except MemoryError:  # says nothing about the owner
         raise
     except Exception:  # noqa: BLE001 - a third-party object; attribute access may raise
         return {}
@@ -148,5 +148,5 @@ def attributes(owner: Any) -> Mapping[str, Any]:
 def owner_name(owner: Owner) -> str:
     """Return the dotted name of a module or class."""
     if is_module(owner):
-        return str(namespace(owner).get("__name__"))  # asked of a lazy module itself, it would be executed
+        return str(namespace(owner).get("__name__"))  # reading the attribute would execute a lazy module
     return f"{owner.__module__}.{owner.__qualname__}"

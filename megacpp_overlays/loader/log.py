@@ -1,8 +1,8 @@
-"""The log: what a process decided, for an engineer who reads it at 3 a.m. among a thousand ranks.
+"""Log of the decisions of a process, kept short for an engineer who reads it at 3 a.m. among a thousand ranks.
 
-Rank 0 has a line for each overlay that is active and one that counts, every rank its warnings, and nobody a line that an
-ancestor has written or that the process itself wrote last about the same overlay. Everything is kept for the audit, and
-`debug` tells it. The default writes to stderr itself, because most launchers import us before they configure logging.
+Rank 0 writes a line for each active overlay and one with the counts. Every rank writes its warnings. No process repeats a line
+of an ancestor process, or its own last line about an overlay. The audit has everything, and the level `debug` logs it. By default the
+log writes to stderr directly, because most launchers import this package before they configure logging.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger("megacpp_overlays")
 
 
 class Log:
-    """Writes what was decided in the form, and from the level on, that the settings ask for.
+    """Writer of decisions, in the form and from the level on that the settings select.
 
     Args:
         settings: of this process.
-        environment: where processes that this one starts find what was said; None to leave them in the dark.
+        environment: receives the hashes of written lines for child processes; None to pass on none.
 
     Raises:
         SettingsError: the log path cannot be opened for appending.
@@ -42,14 +42,14 @@ class Log:
         self._environment = environment
         self._least = logging.getLevelName(settings.log_level.value.upper())
         self._obsolete = settings.obsolete_variables
-        # What was said last about each overlay, and what this process and those above it have said, as short hashes.
+        # The last line about each overlay, and short hashes of all lines of this process and its ancestors.
         self._last: dict[str, str] = {}
         self._said = set(settings.said)
         self._has_told = self._has_counted = self._is_silent = False
         self.is_concerned: Callable[[str], bool] | None = None
-        """Says of the id of an active overlay whether the model may be concerned; None where nothing can say so."""
+        """Returns whether an active overlay, by its id, may concern the model; None if there is no such check."""
         self._unconcerned: dict[str, None] = {}
-        # Absolute, because a launcher may change its folder later.
+        # Absolute, because a launcher may change its working directory later.
         self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
         if self._path is not None:
             try:
@@ -58,11 +58,11 @@ class Log:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
     def leave_it_to_the_caller(self) -> None:
-        """Write nothing to stderr from now on: whoever asks for this prints an audit of it all."""
+        """Write nothing to stderr from now on, because the caller prints an audit of all decisions."""
         self._is_silent = self._settings.log is LogForm.STDERR
 
     def armed(self, waiting: Sequence[str], off: Sequence[str]) -> None:
-        """Say once, at import, what is off and, in detail, what waits, by ids; a child does not repeat its parent."""
+        """Log once, at import, the ids of overlays that are off and, as a detail, of those that wait; a child does not repeat it."""
         if self._settings.parent_is_armed:
             return
         self._say_what_python()
@@ -81,39 +81,39 @@ class Log:
             self._write("; ".join([*head, *is_off]), data, logging.INFO)
 
     def _say_what_python(self) -> None:
-        """Say on one rank that this Python is newer than those that the package is tested on."""
+        """Log on rank 0 that this Python is newer than those that the package is tested on."""
         here = sys.version_info[:2]
         if here <= NEWEST_PYTHON or self._settings.rank != 0 or self._settings.mode is Mode.OFF:
             return
         names = [".".join(map(str, each)) for each in (here, NEWEST_PYTHON)]
         text = (
-            f"Python {names[0]} is newer than {names[1]}, the newest that this package is tested on; what a probe does not "
-            "recognise there is a conflict, and nothing is installed"
+            f"Python {names[0]} is newer than {names[1]}, the newest that this package is tested on; if a probe does not "
+            "recognise its syntax, that is a conflict, and nothing is installed"
         )
         self._write(text, {"event": "python", "text": text}, logging.INFO)
 
     def gates(self, records: Sequence[Record]) -> None:
-        """Say what gates found."""
+        """Log the decisions of gates."""
         if self._settings.parent_is_armed:
             return
         for record in records:
-            # What is installed is the same on every rank, so one of them says it; a gate that was not understood may not be.
+            # Installed packages are the same on every rank, so only rank 0 logs them. A conflict may differ between ranks.
             alone = self._settings.rank != 0 and record.decision is not Decision.CONFLICT
             if record.decision in {Decision.GATED, Decision.CONFLICT, Decision.RETIRED} and not alone:
                 self.decided(record)
 
     def obsolete_variables(self) -> None:
-        """Say once which variables name a retired overlay; a child does not repeat it either."""
+        """Log once the variables that name a retired overlay; a child does not repeat it."""
         sentences, self._obsolete = self._obsolete, ()
         for sentence in () if self._settings.parent_is_armed else sentences:
             self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
 
     def retired(self, sentence: str) -> None:
-        """Say that what was asked for is about a retired overlay."""
+        """Log that a request names a retired overlay."""
         self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
 
     def other_copy(self, text: str) -> None:
-        """Say that a process is armed by one copy of this package although its path leads to another; a child does not repeat it."""
+        """Warn that another copy of this package than that on `sys.path` armed the process; a child does not repeat it."""
         if self._is_news("another copy", text):
             self._write(f"WARNING {text}", {"event": "other copy", "text": text}, logging.WARNING)
 
@@ -124,20 +124,20 @@ class Log:
                 self._write(f"WARNING copy: {text}", {"event": "hub copy", "text": text}, logging.WARNING)
 
     def not_loaded(self, module: str, error: Exception) -> None:
-        """Say that nothing was done about a target, because the declarations could not be loaded."""
+        """Warn that no overlay of a target was installed, because the declarations could not be loaded."""
         self._not_loaded(module, f"the overlays of {module} cannot be loaded, and none of them is in", error)
 
     def gates_undecided(self, error: Exception) -> None:
-        """Say that gates could not be asked when torch was imported."""
+        """Warn that gates could not be decided when torch was imported."""
         self._not_loaded("torch", "the gates cannot be loaded, and none of them warns", error)
 
-    def _not_loaded(self, module: str, what: str, error: Exception) -> None:
-        text = f"WARNING conflict: {what}: {type(error).__name__}: {error}"
+    def _not_loaded(self, module: str, problem: str, error: Exception) -> None:
+        text = f"WARNING conflict: {problem}: {type(error).__name__}: {error}"
         self._write(text, {"event": "not loaded", "module": module, "error": repr(error)}, logging.WARNING)
 
     def decided(self, record: Record) -> None:
-        """Say what was decided about one overlay, or about a part of it."""
-        from megacpp_overlays.loader import lines, rendering  # noqa: PLC0415 - at import there is nothing to say
+        """Log the decision on one overlay, or on a part of it."""
+        from megacpp_overlays.loader import lines, rendering  # noqa: PLC0415 - at import there is nothing to log
 
         level = logging.WARNING if lines.is_warning(record) else logging.INFO
         if self._is_json:
@@ -161,38 +161,38 @@ class Log:
             return True
         try:
             return self.is_concerned(overlay_id)
-        except Exception:  # noqa: BLE001 - a line too many is no reason to stop an import
+        except Exception:  # noqa: BLE001 - an extra line is better than a failed import
             return True
 
     def model(self, text: str, data: dict[str, object]) -> None:
-        """Say which active overlays concern the model that is about to make its first step."""
+        """Log the active overlays that concern the model, before its first step."""
         if self._is_news("the model", text):
             self._write(text, data, logging.INFO)
 
     def unread(self, text: str) -> None:
-        """Say that a file that should configure the model cannot be read."""
+        """Warn that the configuration file of the model cannot be read."""
         if self._is_news("the configuration", text):
             self._write(f"WARNING {text}", {"event": "unread", "text": text}, logging.WARNING)
 
     @property
     def tells_everyday(self) -> bool:
-        """Whether a line that is no warning is written at all."""
+        """Whether lines below the level of a warning are written."""
         return not self._is_kept_back(logging.INFO)
 
     def has_to_count(self, *, at_exit: bool) -> bool:
-        """Return whether `count` may write anything; an audit for it alone is not worth taking otherwise."""
+        """Return whether `count` may write a line; if not, the caller can skip the audit for it."""
         is_child = self._settings.parent_is_armed or bool(self._settings.said)
         has_nothing_new = is_child and not self._has_told and (at_exit or bool(self._settings.said))
         is_kept_back = self._is_kept_back(logging.INFO) or self._settings.mode is Mode.OFF
         return not ((self._has_counted and not at_exit) or has_nothing_new or is_kept_back)
 
     def count(self, audit: Audit, *, at_exit: bool = False) -> None:
-        """Say once how many overlays there are of each decision, and at the end of a process which were never called.
+        """Log once the number of overlays for each decision, and at the end of a process those that were never called.
 
-        A child that said nothing else has no count of its own.
+        A child that logged nothing else writes no count.
 
         Args:
-            audit: what is so now.
+            audit: the current audit.
             at_exit: whether the process ends.
         """
         if not self.has_to_count(at_exit=at_exit):
@@ -215,8 +215,8 @@ class Log:
         self._write(text, {"event": "count", "fingerprint": fingerprint, **counts, **unused}, logging.INFO)
 
     def _is_news(self, overlay_id: str, text: str) -> bool:
-        """Return whether neither this process nor one above it has said this; note that it has now."""
-        import zlib  # noqa: PLC0415 - at import there is nothing to say
+        """Return whether neither this process nor an ancestor has logged a line; record it as logged."""
+        import zlib  # noqa: PLC0415 - at import there is nothing to log
 
         short = f"{zlib.crc32(text.encode()):08x}"
         last, self._last[overlay_id] = self._last.get(overlay_id), text
@@ -242,12 +242,12 @@ class Log:
         return self._least <= logging.DEBUG and self._settings.log is not LogForm.LOGGING and level < logging.WARNING
 
     def dropped(self, overlay: Erratum, graphs: str) -> None:
-        """Say that compiled graphs are gone, because a model that compiles again stands still for minutes."""
-        text = f"dropped {graphs} of torch.compile, for the sake of {overlay.id}; what is called again compiles again"
+        """Log that compiled graphs were dropped, because a model that compiles again stops for minutes."""
+        text = f"dropped {graphs} of torch.compile, for the sake of {overlay.id}; they compile again at their next call"
         self._write(text, {"event": "dropped", "id": overlay.id, "graphs": graphs}, logging.INFO)
 
     def unchecked(self, overlay: Erratum, error: Exception) -> None:
-        """Say that an overlay could not be checked before its first call; it stays in."""
+        """Warn that an overlay could not be checked before its first call; it stays installed."""
         text = f"{overlay.id} could not be checked before its first call: {type(error).__name__}: {error}"
         self._write(text, {"event": "unchecked", "id": overlay.id}, logging.WARNING)
 
@@ -262,8 +262,8 @@ class Log:
         try:
             text = _one_line(text)
             self._write_as_asked(text, data, level)
-        except Exception as error:  # noqa: BLE001 - a full disk or somebody's handler must not stop an import
-            with contextlib.suppress(Exception):  # nor an error that cannot say what it is
+        except Exception as error:  # noqa: BLE001 - a full disk or a third-party handler must not stop an import
+            with contextlib.suppress(Exception):  # an error whose __str__ raises must not stop it either
                 why = f"{LOG} does not work: {type(error).__name__}: {_one_line(str(error))}"
                 _print(f"[megacpp_overlays] {text} | {why}")
 
@@ -285,16 +285,16 @@ class Log:
 
 
 def _one_line(text: str) -> str:
-    """Return a text that is one line whatever upstream put into it, such as an exception of several."""
+    """Return a text as one line, with line ends and other control characters of upstream's texts escaped."""
     if text.isprintable():
         return text
-    from megacpp_overlays.terminal_text import one_line  # noqa: PLC0415 - at import there are only words of our own
+    from megacpp_overlays.terminal_text import one_line  # noqa: PLC0415 - at import all texts are of this package
 
     return one_line(text)
 
 
 def _opened(path: Path) -> TextIO:
-    """Open a log for appending; a FIFO that nobody reads is an error and no reason to wait."""
+    """Open a log for appending; a FIFO without a reader raises an error and does not block."""
     from megacpp_overlays import files  # noqa: PLC0415 - the default form opens no file
 
     files.demand_trusted_links(path)
@@ -311,11 +311,11 @@ def _print(row: str) -> None:
         return
     try:
         print(row, file=stream, flush=True)
-    except Exception:  # noqa: BLE001 - closed, broken, or somebody's object
-        with contextlib.suppress(Exception):  # without a handler of somebody's, logging writes to the same stream
+    except Exception:  # noqa: BLE001 - a closed or broken stream, or a third-party object
+        with contextlib.suppress(Exception):  # without a handler of the application, logging writes to the same stream
             logger.warning("%s", row)
 
 
 def _subject(record: Record) -> str:
-    """Return what a line is about: an overlay, or all overlays that are unproved on a release."""
+    """Return the subject of a line: the id of an overlay, or the distribution of all overlays that are unproved on a release."""
     return record.overlay.target.distribution if record.decision is Decision.UNPROVED else record.overlay.id

@@ -1,8 +1,9 @@
 """Dependencies between overlays, checked against their decisions.
 
-An overlay that leaves a model in a state which unrepaired code handles wrongly is only right together with the repair of
-that code. So each overlay that it `needs` must be in, or must have nothing to repair. One whose target has not been
-imported is asked what it would be; when it is settled, or undone, what depends on it is looked at again.
+An overlay may leave a model in a state that unrepaired code handles wrongly; it is then right only together with the repair of
+that code. So each overlay that it `needs` must be active, or must have nothing to repair. If the target of a needed overlay has
+not been imported, its decision is predicted from the source. When that overlay is decided or undone, its dependents are checked
+again.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _NOTHING_TO_REPAIR = {Verdict.FIXED, Verdict.ABSENT}
 
 
 def parts(overlay: Overlay, overlays: Iterable[Overlay]) -> Iterator[Overlay]:
-    """Yield every part of every overlay that one needs."""
+    """Yield every part of every overlay that an overlay needs."""
     return (each for each in overlays if overlay.depends_on(each))
 
 
 def is_known(record: Record) -> bool:
-    """Return whether a probe was asked for this record."""
+    """Return whether a probe has run for this record."""
     return record.decision is not Decision.ARMED and record.finding is not None
 
 
 def expected(record: Record, settings: Settings, tree: SourceTree) -> Record:
-    """Return what an overlay that nobody settled would be, as far as its source tells."""
+    """Return the record that an undecided overlay would get, predicted from the source of its target."""
     assumed = decide(record.overlay, settings, known_or_examined(record.overlay, tree, settings))
     if record.decision is Decision.DISABLED:  # switched off, or undone
         return replace(record, finding=assumed.finding)
@@ -40,11 +41,11 @@ def expected(record: Record, settings: Settings, tree: SourceTree) -> Record:
 
 
 def unmet(records: Iterable[Record], dependent: Overlay | None = None) -> str:
-    """Return which of the records of what is needed does not hold, in words; an empty text if all do.
+    """Return a sentence on the first needed overlay that is not in effect; an empty text if all are.
 
     Args:
-        records: of what is needed.
-        dependent: what needs it; another part of the same overlay is named by its module.
+        records: the records of the needed overlays.
+        dependent: the overlay that needs them; another part of the same overlay is named by its module.
     """
     for record in records:
         nothing = record.finding is not None and record.finding.verdict in _NOTHING_TO_REPAIR
@@ -61,7 +62,10 @@ def _name(needed: Erratum, dependent: Overlay | None) -> str:
 
 
 def misbehaves(record: Record, module: ModuleType) -> str:
-    """Return what the live target of an overlay that holds does wrong all the same, in words."""
+    """Return a sentence on the defect that a needed overlay's live target still shows, or an empty text.
+
+    The self-test of an active overlay, or the witness of another one, runs on the target.
+    """
     overlay = record.overlay
     if not isinstance(overlay, Overlay) or record.decision is Decision.ABSENT:
         return ""
@@ -73,7 +77,7 @@ def misbehaves(record: Record, module: ModuleType) -> str:
     try:
         with calls.not_counted():
             seen = ask(module)
-    except Exception as error:  # noqa: BLE001 - what cannot be asked is not known to be right
+    except Exception as error:  # noqa: BLE001 - a target that cannot be tested is not known to be right
         return f"it needs {overlay.id}, which cannot be asked: {type(error).__name__}: {error}"
-    what = f"it needs {overlay.id}, which is {record.decision.value} here and does not help: {seen.seen}"
-    return what if seen.broken else ""
+    problem = f"it needs {overlay.id}, which is {record.decision.value} here and does not help: {seen.seen}"
+    return problem if seen.broken else ""

@@ -1,4 +1,4 @@
-"""An audit as text for people: what needs one first, then what is active, then what needs nobody. It fits 80 columns."""
+"""Text form of an audit, for 80 columns: decisions that need attention first, then active overlays, then all others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megacpp_overlays.loader.lines import WITNESS, by_overlay, calls, counted
 from megacpp_overlays.model import Decision, Record
 
 WIDTH = 79
-"""Columns of a line at most: 80 make some terminals wrap."""
+"""Most columns of a line: some terminals wrap at 80."""
 
 _QUIET = {each: TRAITS[each].word or each.value for each in (Decision.ARMED, Decision.ABSENT, Decision.DISABLED)}
 
 
 class Line(NamedTuple):
-    """A line and what it is, for whoever has colours: empty, or the decision that it is about."""
+    """A line of text, with its decision as the key of its colour; the key is empty for a plain line."""
 
     text: str
     about: str = ""
@@ -34,7 +34,7 @@ def short(
     hub_copies: Sequence[str] = (),
     unconcerned: Collection[str] = (),
 ) -> list[Line]:
-    """Return the lines of an audit: a few for what needs a person or is active, one for what needs nobody.
+    """Return the lines of an audit: a few for each decision that needs attention or is active, one for each group of the others.
 
     Args:
         version: of this package.
@@ -56,7 +56,7 @@ def short(
 def full(
     version: str, mode: str, fingerprint: str, records: Sequence[Record], hub_copies: Sequence[str] = ()
 ) -> list[Line]:
-    """Return the lines of an audit with all that is known of each decision, in the same order."""
+    """Return the lines of an audit with all details of each decision, in the same order."""
     lines = [*_head(version, mode, fingerprint, records), *_out_of_reach(hub_copies)]
     for decision in (*WARNED, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
         chosen = [record for record in records if record.decision is decision]
@@ -96,7 +96,7 @@ def _attention(records: Sequence[Record]) -> Iterable[Line]:
 
 
 def _unproved(waiting: Sequence[Record]) -> Iterable[Line]:
-    """Yield for each release how many overlays are unproved on it, which, and the one command for all of them."""
+    """Yield for each release the number and the ids of overlays that are unproved on it, and the one command for all of them."""
     releases = dict.fromkeys((each.overlay.target.distribution, each.version) for each in waiting)
     for distribution, version in releases:
         chosen = [
@@ -161,7 +161,7 @@ def _title(found: Fields) -> str:
 
 
 def _unless_release(record: Record) -> str:
-    """Return what the verdict rests on, where that is no release."""
+    """Return the basis of a verdict, unless it is a known release."""
     found = provenance.of_note(record)
     return "" if found in {None, provenance.Provenance.RELEASE} else f", proved by: {found.value}"
 
@@ -171,7 +171,7 @@ def _called(count: int) -> str:
 
 
 def _notes(record: Record) -> list[str]:
-    """Return all that is known of a decision."""
+    """Return all details of a decision."""
     found, module, known = fields(record), record.overlay.target.module, provenance.of_note(record)
     counted_calls = record.calls if calls([record]) else ()
     return _indented(
@@ -200,7 +200,7 @@ def _indented(notes: Iterable[str]) -> list[str]:
 
 
 def wrapped(text: str, first: str, others: str) -> list[str]:
-    """Return a text as lines that fit, behind what the first of them and the others begin with."""
+    """Return a text wrapped to `WIDTH` columns, with a prefix for the first line and one for the others."""
     return textwrap.wrap(
         terminal_text.one_line(text),
         WIDTH,

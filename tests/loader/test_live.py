@@ -256,7 +256,7 @@ def test_other_defaults_of_the_same_code_are_not_what_was_read(
 
     change(module.Layer.static.__wrapped__)
 
-    assert "has other defaults than what was read in" in (differs(repaired, "Layer.static") or "")
+    assert "has other defaults than the text read in" in (differs(repaired, "Layer.static") or "")
     assert "Layer.static" in (differs(repaired, "Layer") or "")
 
 
@@ -404,7 +404,7 @@ def test_what_only_looks_repaired_is_a_conflict_with_the_way_to_prove_it(
 
     assert record.decision is Decision.CONFLICT
     says = (
-        "x is added once; it looks repaired, but its text was never read; "
+        "x is added once; it looks repaired, but this form is not on record; "
         "`megacpp-overlays witness double-fix` can prove it"
     )
     assert record.reason.startswith(says)
