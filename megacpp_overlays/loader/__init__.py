@@ -1,1 +1,1 @@
-"""The loader: from settings and declarations to decisions, seams and an audit."""
+"""Loader: decides each overlay from settings and source, installs its seams, and reports an audit."""

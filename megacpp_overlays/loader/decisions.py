@@ -1,4 +1,4 @@
-"""Decisions as data: one table of how a log, a report and a dependency treat each."""
+"""Traits of the decisions: one table of their treatment in logs, reports and dependencies."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class DecisionTraits(NamedTuple):
     """Treatment of one decision in logs, reports and dependencies."""
 
     place_in_counts: int
-    """In a line that counts."""
+    """Position in the line with the counts."""
     word: str = ""
-    """In a line that counts; empty where it is that of the decision."""
+    """Word for it in the line with the counts; empty for the value of the decision."""
     is_always_counted: bool = False
-    """Whether a line that counts names it with 0, too."""
+    """Whether the line with the counts names it also at 0."""
     is_warned: bool = False
-    """Whether a run is warned of it."""
+    """Whether it is logged as a warning."""
     needs_attention: bool = False
-    """Whether a person must look at each record with it. Unproved records do not: one command proves all of a release."""
+    """Whether the user must look at each record with it. Unproved records need none: one command proves all of a release."""
     can_be_switched_off: bool = False
-    """Whether its reader may want the variable that ends it."""
+    """Whether a message names the variable that switches the overlay off."""
     can_be_deleted: bool = False
-    """Whether its reader may ask how long this goes on."""
+    """Whether a message names the condition for deleting the overlay."""
     meets_a_need: bool = False
-    """Whether another overlay may rest on it."""
+    """Whether another overlay may depend on an overlay with it."""
 
 
 TRAITS = {
@@ -49,13 +49,13 @@ TRAITS = {
     Decision.RETIRED: DecisionTraits(place_in_counts=1, is_always_counted=True, can_be_deleted=True, meets_a_need=True),
     Decision.ABSENT: DecisionTraits(place_in_counts=6, meets_a_need=True),
 }
-"""In the order of which one an overlay is counted under whose parts were decided differently."""
+"""Traits by decision, in order of precedence: the first decision among the parts of an overlay counts for the overlay."""
 
 FIRST = tuple(TRAITS)
-"""Decisions in that order: the worst first."""
+"""Decisions in that order, the worst first."""
 WARNED = tuple(each for each in FIRST if TRAITS[each].is_warned)
-"""Decisions that a run is warned of, the worst first."""
+"""Decisions that are logged as warnings, the worst first."""
 ATTENTION = tuple(each for each in FIRST if TRAITS[each].needs_attention)
-"""Decisions whose records a person must look at one by one, the worst first."""
+"""Decisions whose records the user must look at one by one, the worst first."""
 COUNTED = tuple(sorted(FIRST, key=lambda each: TRAITS[each].place_in_counts))
-"""Decisions in the order of a line that counts."""
+"""Decisions in the order of the line with the counts."""

@@ -30,7 +30,7 @@ from megacpp_overlays.source.trees import InstalledTree, readable
 
 
 class ForeignDefinition(NamedTuple):
-    """A definition that a finding was read from, and whose name leads to other code in this process."""
+    """A definition that a finding was read from, and whose name is bound to other code in this process."""
 
     name: str
     """`package.module.Class.method`."""
@@ -44,7 +44,7 @@ class ForeignDefinition(NamedTuple):
 
 
 def foreign_definitions(finding: Finding | None, *, but: Iterable[str] = ()) -> list[ForeignDefinition]:
-    """Return the definitions of a finding that lead to code which the probe did not read.
+    """Return the definitions of a finding whose names are bound to code that the probe did not read.
 
     Args:
         finding: of a probe, or None.
@@ -61,7 +61,7 @@ def foreign_definitions(finding: Finding | None, *, but: Iterable[str] = ()) -> 
 
 
 def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
-    """Return the other code that a symbol leads to, or None for one of its readings; a property with a setter has several."""
+    """Return the foreign code that a symbol is bound to, or None if it matches a reading; a property with a setter has several."""
     first = readings[0]
     module: Any = sys.modules.get(first.module)
     if module is None:
@@ -115,7 +115,7 @@ def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
         raw = mark.original
     file = attributes(module).get("__file__")
     for live in layers(raw, reading.wrappers):
-        # By type: the proxy of another library's patch answers with the code of the function that it wraps.
+        # By type: a third-party proxy returns the code of the function that it wraps.
         if type(live) is FunctionType:
             code = live.__code__
             if code.co_firstlineno == reading.line and isinstance(file, str) and same_file(code.co_filename, file):

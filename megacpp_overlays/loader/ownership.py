@@ -1,8 +1,8 @@
-"""Detect targets already patched by another library.
+"""Detection of targets that another library has patched already.
 
-A probe reads text. If somebody replaced the function since, the text says nothing about what will run, so
-the seam must not go in. A decorator in the source explains one wrapper each; any further wrapper, and any
-function from another file or line, is somebody else's.
+A probe reads source text. If other code has replaced the function since, the text does not describe the function that will run,
+so the seam must not be installed. Each decorator in the source accounts for one wrapper. Any further wrapper, and any
+function from another file or line, is third-party code.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megacpp_overlays.source.trees import ModuleSource
 
 
 class Place(NamedTuple):
-    """Where a function is written."""
+    """The position of a function in its source."""
 
     line: int
-    """The first one, of a decorator if it has any."""
+    """First line, of a decorator if there is one."""
     wrappers: int
-    """How many wrappers its decorators explain."""
+    """Number of wrappers that its decorators account for."""
 
 
 def place_of(source: ModuleSource, symbol: str) -> Place | None:
-    """Return where a function or method is written, or None where no function is defined under its name.
+    """Return the position of a function or method in its source, or None if no function is defined under its name.
 
     Raises:
         SourceError: it is defined more than once.
@@ -42,35 +42,35 @@ def place_of(source: ModuleSource, symbol: str) -> Place | None:
 
 
 def foreign_owner(live: LiveName, symbol: str, source: ModuleSource, place: Place | None = None) -> str | None:
-    """Return who replaced a symbol since its module was written, or None when it is upstream's own.
+    """Return a description of the foreign code in the place of a symbol, or None if upstream's own code is there.
 
-    Our own seams count as upstream's own, wrapped or not: behind them is the original.
+    Seams of this package count as upstream's own code, wrapped or not, because they lead to the original.
 
     Args:
-        live: what the symbol leads to.
+        live: the live name of the symbol.
         symbol: a function or method of a module.
         source: of the module.
-        place: where it is written, if that is known: the source is not parsed then.
+        place: its position in the source, if it is known; the source is not parsed then.
     """
     raw = live.original
     place = place or place_of(source, symbol)
     if place is None:
         return f"{symbol} is not in {source.path}, yet it is loaded: {describe(raw)}"
     for layer in layers(raw, place.wrappers):
-        # By type: the proxy of somebody's patch answers with the code of what it wraps.
+        # By type: a third-party proxy returns the code of the function that it wraps.
         if type(layer) is FunctionType and _is_at(layer.__code__, place, source):
             return None
     return f"{symbol} was replaced by {describe(raw)}"
 
 
 _INNER = ("__wrapped__", "fn", "func")
-"""Where a wrapper keeps what it wraps: functools and torch, Triton's kernels and tuners, partials and TileLang."""
+"""Attributes in which a wrapper keeps the wrapped function: functools and torch, Triton's kernels and tuners, partials and TileLang."""
 _BEHIND_ONE = "orig_func"
-"""Where TileLang's decorator keeps it, in an object that its wrapper holds: one decorator, and two objects."""
+"""Attribute of TileLang's decorator, in an object that its wrapper holds: one decorator makes two objects."""
 
 
 def layers(raw: Any, wrappers: int) -> Iterator[Any]:
-    """Yield what an attribute leads to: what is there, then what each of as many wrappers holds."""
+    """Yield the function of an attribute, then the function inside each wrapper, for the given number of wrappers."""
     live: Any = plain_function(raw)
     for _ in range(wrappers + 1):
         live = getattr(live, _BEHIND_ONE, live)
@@ -83,7 +83,7 @@ def _is_at(code: CodeType, place: Place, source: ModuleSource) -> bool:
 
 
 def same_file(one: str, other: str) -> bool:
-    """Return whether two paths lead to one file, through links, too."""
+    """Return whether two paths name the same file, also through links."""
     return one == other or _lead_to_one_file(one, other)
 
 

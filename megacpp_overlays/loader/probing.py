@@ -1,9 +1,9 @@
-"""Ask probes what is installed: the boundary that turns any exception into UNRECOGNISED, and the records that follow.
+"""Runs of probes on the installed source: the boundary that turns any exception into UNRECOGNISED, and the resulting records.
 
 An overlay is assessed when its target has been imported. A gate waits for no import: it is read from source when the
-session is armed, so that a run is told before its first compile; where none of its packages is installed that costs a
-look for one folder. It installs nothing, and may depend on the GPUs of a host, so it has no part in what ranks and
-children are compared by.
+session is armed, so that the warning comes before the first compile of a run. If none of its packages is installed, that costs
+one search for a folder. A gate installs nothing, and may depend on the GPUs of a host, so gates are left out of the comparison
+of ranks and children.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from megacpp_overlays.source.readings import ReadingTree
 
 _SPOKEN_OF = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
-"""What a gate is about where its host is concerned, and what is nothing to a host that is not."""
+"""Verdicts of a gate that are reported on a host that is concerned, and replaced by ABSENT on one that is not."""
 
 
 def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> Finding:
-    """Run the probe of an overlay or a gate. A probe that fails has not recognised what it saw.
+    """Run the probe of an overlay or a gate. A probe that raises has not recognised the source.
 
     Args:
         erratum: the declaration.
-        tree: where source is read.
-        unless: errors that leave, because they say nothing of the source: a tree that cannot be opened.
+        tree: the source tree to read.
+        unless: exceptions that are raised, because they say nothing about the source, such as a tree that cannot be opened.
     """
-    if isinstance(erratum, Gate):  # it replaces nothing, so no definition has to be the one that runs
+    if isinstance(erratum, Gate):  # a gate replaces nothing, so its readings are not compared with the process
         return _asked(erratum, tree, unless)
     from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
 
@@ -42,7 +42,7 @@ def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception]
 
 
 def _examined(erratum: Erratum, tree: ReadingTree, unless: tuple[type[Exception], ...]) -> Finding:
-    """Run a probe over a tree that records what is read, and keep that with a finding that rests on it."""
+    """Run a probe over a tree that records the definitions it reads, and add them to a finding that depends on them."""
     found = _asked(erratum, tree, unless)
     return replace(found, read=tree.readings()) if _rests_on_code(found) else found
 
@@ -52,17 +52,17 @@ def _asked(erratum: Erratum, tree: SourceTree, unless: tuple[type[Exception], ..
         return answer(erratum.probe, tree)
     except unless:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know
+    except Exception as error:  # noqa: BLE001 - any exception of a probe means a shape that it does not know
         return _unreadable(error)
 
 
 def _rests_on_code(finding: Finding) -> bool:
-    """Return whether something is done because of what code was read, so that it has to be the code that runs."""
+    """Return whether a finding leads to a decision about the code that was read, so that this code has to be the code that runs."""
     return finding.verdict in {Verdict.BROKEN, Verdict.FIXED} or finding.looks_repaired
 
 
 def _unreadable(error: Exception) -> Finding:
-    """Return the finding of a probe that raised: a `SourceError` is itself the evidence."""
+    """Return the finding of a probe that raised; a `SourceError` is itself the evidence."""
     seen = Evidence(seen=f"the probe could not read it: {type(error).__name__}: {error}")
     if isinstance(error, RecursionError):
         seen = Evidence(seen="its code is nested too deeply for the probe to read it")
@@ -74,15 +74,15 @@ def _unreadable(error: Exception) -> Finding:
 def examine_installed(
     erratum: Erratum, tree: SourceTree, settings: Settings, *, unless: tuple[type[Exception], ...] = ()
 ) -> Finding:
-    """Run a probe over what is installed, and let a kept witness say what it does not recognise.
+    """Run a probe on the installed source; for UNRECOGNISED source use the verdict of a kept witness, or a learned one.
 
-    What a gate says is ABSENT where this host is not concerned.
+    The finding of a gate is ABSENT if this host is not concerned.
 
     Args:
         erratum: the declaration.
         tree: an `InstalledTree`.
-        settings: say where witnesses are kept.
-        unless: errors that leave; see `examine`.
+        settings: name the folder of witnesses.
+        unless: exceptions that are raised; see `examine`.
     """
     if isinstance(erratum, Gate):
         finding = examine(erratum, tree, unless=unless)
@@ -108,9 +108,9 @@ def examine_installed(
 
 
 def examine_to_measure(erratum: Erratum, tree: SourceTree, settings: Settings) -> Finding:
-    """Return the finding about what is installed, but for a repair in no published release that of the probe.
+    """Return the finding for the installed source; for a repair in no published release, return the finding of the probe.
 
-    For commands that run the reproducer on this very tree, which says whether the repair works there.
+    For commands that run the reproducer on this tree, which shows whether the repair works there.
     """
     is_gate = isinstance(erratum, Gate)
     found = examine_installed(erratum, tree, settings) if is_gate else known_or_examined(erratum, tree, settings)
@@ -118,10 +118,10 @@ def examine_to_measure(erratum: Erratum, tree: SourceTree, settings: Settings) -
 
 
 def unless_published(erratum: Erratum, finding: Finding, tree: SourceTree) -> Finding:
-    """Return a finding; in a tree that is no published release, a repair that was read merely looks repaired.
+    """Return a finding; in a tree that is no published release, replace FIXED by reading with UNRECOGNISED that looks repaired.
 
-    An edit of a caller, a flag or a configuration that no probe reads may keep the repair from being reached. The reproducers of this
-    package can tell, so it is about its own overlays alone.
+    In such a tree an edit of a caller, a flag or a configuration that no probe reads may bypass the repair. Only a reproducer can
+    show that, and this package has reproducers for its own overlays alone, so others keep their finding.
 
     Args:
         erratum: the declaration.
@@ -152,20 +152,20 @@ def _witnessed(erratum: Erratum, finding: Finding, tree: SourceTree, settings: S
 
 
 def _elsewhere(gate: Gate) -> str | None:
-    """Return why this host is not concerned; None where it is, and where that question fails."""
+    """Return the reason why this host is not concerned; None if it is, or if the check raises."""
     try:
         return gate.elsewhere() if gate.elsewhere else None
-    except Exception:  # noqa: BLE001 - what cannot be asked is no reason to keep silent
+    except Exception:  # noqa: BLE001 - a check that fails must not suppress the warning
         return None
 
 
 def known_or_examined(erratum: Erratum, tree: SourceTree, settings: Settings) -> Finding:
-    """Return the finding that is written down of these very texts; where there is none, ask the probe.
+    """Return the recorded finding for the installed texts; if there is none, run the probe.
 
     Raises:
-        MemoryError: it says nothing of the source.
+        MemoryError: it says nothing about the source.
     """
-    from megacpp_overlays.loader import known  # noqa: PLC0415 - gates are decided without it, when there is no time
+    from megacpp_overlays.loader import known  # noqa: PLC0415 - gates are decided without it, which saves time at arming
 
     found = known.finding(erratum, tree)
     if found is not None and not unless_published(erratum, found, tree).unpublished:
@@ -174,7 +174,7 @@ def known_or_examined(erratum: Erratum, tree: SourceTree, settings: Settings) ->
 
 
 def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
-    """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
+    """Probe a loaded target and decide. `active` in the result is an order that `install` carries out."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 
     finding = known_or_examined(overlay, tree, settings)
@@ -186,12 +186,12 @@ def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tre
 
 
 def held_against_the_process(record: Record, tree: SourceTree, module: ModuleType | None = None) -> Record:
-    """Return a record as it is, or CONFLICT where other code is loaded than what its finding was read from.
+    """Return a record unchanged, or as CONFLICT if other code is loaded than the code that its finding was read from.
 
     Args:
-        record: any; only one that is active or retired is looked at.
-        tree: where upstream's repair was read.
-        module: the target of an overlay, complete; the witness of a retired one is asked, too.
+        record: any record; only active and retired ones are checked.
+        tree: the source tree of upstream's repair.
+        module: the target of an overlay, fully executed; for a retired overlay its witness runs, too.
     """
     if record.decision is Decision.RETIRED and (other := _in_place_of_the_repair(record, tree, module)):
         return replace(record, decision=Decision.CONFLICT, reason=other)
@@ -199,9 +199,9 @@ def held_against_the_process(record: Record, tree: SourceTree, module: ModuleTyp
 
 
 def held_against_its_readings(record: Record) -> Record:
-    """Return a record as it is, or CONFLICT where a definition that its finding was read from is foreign here.
+    """Return a record unchanged, or as CONFLICT if a definition that its finding was read from is foreign code here.
 
-    The symbols of an active overlay's own seams are left to those who look at seams. Compiles nothing.
+    The symbols of an active overlay's own seams are skipped, because other checks cover them. It compiles nothing.
     """
     if record.decision not in _RESTS_ON_READINGS or record.finding is None or not record.finding.read:
         return record
@@ -225,7 +225,7 @@ def _seam_symbols(record: Record) -> list[str]:
 
 
 def _in_place_of_the_repair(record: Record, tree: SourceTree, module: ModuleType | None) -> str | None:
-    """Return what is loaded in place of a repair that was read, in words."""
+    """Return a sentence on the code that is loaded in place of a repair that was read, or None if the repair is loaded."""
     finding, loaded = record.finding, sys.modules
     if finding is None:
         return None
@@ -233,16 +233,16 @@ def _in_place_of_the_repair(record: Record, tree: SourceTree, module: ModuleType
         return None
     from megacpp_overlays.loader import live  # noqa: PLC0415 - a launch without a repair pays nothing
 
-    # What a reproducer showed through the callers outweighs the witness, which sees the target alone.
+    # The verdict of a reproducer, which runs the callers, has precedence over the witness, which runs the target alone.
     asked = module if finding.proof is Proof.READ else None
     try:
         return live.difference(finding, tree, module) or (live.misbehaviour(record.overlay, asked) if asked else None)
-    except Exception as error:  # noqa: BLE001 - what cannot be compared is not known to be repaired
-        return f"what is loaded could not be held against what was read: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - code that cannot be compared is not known to be repaired
+        return f"the loaded code could not be compared with the source that was read: {type(error).__name__}: {error}"
 
 
 def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:
-    """Probe what is installed and decide; raises nothing. The versions are left out where there is nothing to say."""
+    """Probe the installed source and decide; it raises nothing. Only a warning or a conflict has versions."""
     record = held_against_the_process(decide(gate, settings, examine_installed(gate, tree, settings)), tree)
     if record.decision is not Decision.ABSENT:
         record = replace(record, source_sha256=_source_sha256(gate, tree))
@@ -252,7 +252,7 @@ def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:
 
 
 def versions(gate: Erratum) -> str | None:
-    """Return the versions of the combination, such as `2.3.2.post1 with tilelang 0.1.15`; None where nothing is here."""
+    """Return the versions of the combination, such as `2.3.2.post1 with tilelang 0.1.15`; None if the target is not installed."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - see above
 
     own = distributions.version(gate.target.distribution)

@@ -1,6 +1,6 @@
 """Provenance of verdicts: a published release, a reproducer that ran on this code, or the text of the code alone.
 
-Only reports ask for it: the first answer for a distribution hashes its files, 30 ms for the largest.
+Only reports need it: the first call for a distribution hashes its files, which takes 30 ms for the largest.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from megacpp_overlays.source.trees import InstalledTree
 
 
 class Provenance(enum.Enum):
-    """The strongest thing that a verdict rests on."""
+    """The strongest evidence for a verdict."""
 
     RELEASE = "release"
-    """Every Python file of the package is that of a published release, of which the verdict is known."""
+    """Every Python file of the package is that of a published release with a known verdict."""
     HERE = "here"
-    """The reproducer ran on this very code, in this environment."""
+    """The reproducer ran on this code, in this environment."""
     READ = "read"
-    """A probe recognised what it read; the rest of the tree is that of no release that this package knows."""
+    """A probe recognised the definitions that it read; the rest of the tree is no release that this package knows."""
 
 
 def provenance(record: Record) -> Provenance | None:
-    """Return what the verdict of a decision rests on; None where there is no verdict, or no code that it is about."""
+    """Return the provenance of the verdict of a decision; None without a verdict, or without installed code."""
     finding = record.finding
     if finding is None or finding.verdict is Verdict.UNRECOGNISED or record.version is None:
         return None
@@ -42,14 +42,14 @@ def provenance(record: Record) -> Provenance | None:
 
 
 def of_note(record: Record) -> Provenance | None:
-    """Return what a verdict rests on, but None for one that was read in a distribution of which no release is known."""
+    """Return the provenance of a verdict, or None for a verdict by reading in a distribution without known releases."""
     found = provenance(record)
     is_known = found is not Provenance.READ or has_releases_of(record.overlay.target.distribution)
     return found if is_known else None
 
 
 def counted(records: Sequence[Record]) -> str:
-    """Return how many verdicts of note there are of each provenance: `proved by: release 40, here 1`; empty for none."""
+    """Return the number of verdicts by provenance, as by `of_note`: `proved by: release 40, here 1`; empty for none."""
     found = Counter(found for record in records if (found := of_note(record)) is not None)
     return (
         f"proved by: {', '.join(f'{each.value} {found[each]}' for each in Provenance if found[each])}" if found else ""

@@ -1,7 +1,7 @@
-"""Quick audit: the decisions as far as files tell them, with nothing of upstream imported.
+"""Quick audit: decisions from the installed files alone, without an import of upstream.
 
-Contracts and known findings are looked up in what is installed. No seam is placed, so no self-test runs, and code that another library
-puts in the place of upstream's is not seen: ACTIVE means that an import of the target would try to place the seams.
+Known findings, probes and contracts are applied to the installed source. No seam is placed, so no self-test runs, and third-party
+code in the place of upstream's is not detected. ACTIVE means that an import of the target would try to place the seams.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megacpp_overlays.version import VERSION
 
 
 def audit(overlays: Sequence[Erratum], settings: Settings, ids: Collection[str] = ()) -> Audit:
-    """Return an audit of what is installed.
+    """Return an audit of the installed source.
 
     Args:
         overlays: every declaration.
         settings: of this process.
-        ids: those that are asked about, also where they are off; of none, all that are on.
+        ids: the overlays to audit, also those that are off; empty for all that are on.
     """
     tree = CachedTree(ParsedOnce(InstalledTree()))
     chosen = [each for each in overlays if not ids or each.id in ids]

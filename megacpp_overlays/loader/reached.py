@@ -1,8 +1,8 @@
-"""Resolve the symbols of an overlay in the running process, ignoring cached state.
+"""Resolution of the symbols of an overlay in the running process, ignoring cached state.
 
-A few look-ups for each overlay: the target in `sys.modules`, the classes on the way, the attribute and the mark on it.
-Somebody may have replaced any of them since, executed the target again past every hook, or overridden a seam in a
-subclass. What holds an original where no name leads, a walk over the heap finds, see `aliases`.
+It takes a few look-ups for each overlay: the target in `sys.modules`, the classes of the symbol, the attribute and its mark.
+Other code may have replaced any of them since, executed the target again without a hook, or overridden a seam in a
+subclass. Objects that hold an original outside of these names are found by a walk over the heap, see `aliases`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from megacpp_overlays.source.trees import CachedTree, InstalledTree, readable
 
 
 class ResolvedSymbols(NamedTuple):
-    """What the symbols of one overlay lead to."""
+    """The objects that the symbols of one overlay are bound to."""
 
     seams: tuple[Seam, ...] = ()
-    """Seams of the overlay that are in, wrapped or not."""
+    """Installed seams of the overlay, wrapped or not."""
     lost: tuple[str, ...] = ()
-    """Why a symbol does not lead to its seam, a sentence each."""
+    """A sentence for each symbol that does not lead to its seam."""
     around: tuple[str, ...] = ()
-    """What wraps or extends a seam, and calls it by its own account, a sentence each."""
+    """A sentence for each object that wraps or extends a seam and calls it."""
     others: tuple[str, ...] = ()
-    """Names of everything that is not ours, the same in every process."""
+    """Names of all third-party code, the same in every process."""
     upstreams_own: bool = False
-    """Whether a symbol that is lost is upstream's own code again, which is executed anew."""
+    """Whether a lost symbol is bound to upstream's own code again, because its module was executed again."""
 
 
 def is_ours(mark: Mark | None, overlay: Overlay) -> bool:
-    """Return whether a mark is of this overlay, and of this part of it."""
+    """Return whether a mark belongs to this part of this overlay."""
     if mark is None or mark.overlay_id != overlay.id:
         return False
-    return getattr(mark, "module", "") in {"", overlay.target.module}  # an older copy of this package leaves it out
+    return getattr(mark, "module", "") in {"", overlay.target.module}  # older copies of this package have no `module`
 
 
 def symbols_of(overlay: Overlay, shape: str | None = None) -> list[str]:
@@ -63,7 +63,7 @@ def symbols_of(overlay: Overlay, shape: str | None = None) -> list[str]:
 
 
 def owners(overlay: Overlay) -> list[type]:
-    """Return the classes that the symbols of an overlay lead to now."""
+    """Return the classes that have the symbols of an overlay now."""
     return [each.owner for each in _live_names(overlay) if isinstance(each.owner, type)]
 
 
@@ -87,12 +87,12 @@ def _live_names(overlay: Overlay) -> Iterator[LiveName]:
 
 
 def resolve_symbols(overlay: Overlay, shape: str | None = None, *, explain: bool = False) -> ResolvedSymbols:
-    """Resolve the symbols of an overlay, and say of each that leads past its seam to what.
+    """Resolve the symbols of an overlay, and describe the object of each symbol that does not lead to its seam.
 
     Args:
-        overlay: whose symbols.
-        shape: for which it replaces them; None for any.
-        explain: whether to find out if what took a seam's place is upstream's own, which may take parsing its module.
+        overlay: the overlay of the symbols.
+        shape: the shape for which it replaces them; None for any.
+        explain: whether to check if the object in the place of a seam is upstream's own code, which may parse its module.
     """
     target = overlay.target.module
     module = sys.modules.get(target)
@@ -154,19 +154,19 @@ def _is_upstreams_own(overlay: Overlay, found: Found, symbol: str) -> bool:
         place = known.places(overlay, tree).get(symbol)
         live = LiveName(found.owner, found.name)
         return source is not None and ownership.foreign_owner(live, symbol, source, place) is None
-    except Exception:  # noqa: BLE001 - what cannot be told is not upstream's own
+    except Exception:  # noqa: BLE001 - code that cannot be compared does not count as upstream's own
         return False
 
 
 def _overridden(owner: Owner, name: str, where: str, target: str) -> ResolvedSymbols:
-    """Return the subclasses that do not use the seam. Those of the target's own file are in what the probe has read."""
+    """Return the subclasses that override a seam, without those in the target's own file, which the probe has read."""
     resolved = ResolvedSymbols()
     if not isinstance(owner, type):
         return resolved
     for each in _subclasses(owner):
         holder = holder_of(each, name)
         if holder is None or (holder is not each and issubclass(holder, owner)):
-            continue  # it inherits the seam, or the override of another subclass
+            continue  # the class inherits the seam, or the override of another subclass
         raw = namespace(holder)[name]
         if each.__module__ == target or mark_behind(raw) is not None or _never_returns(raw):
             continue
@@ -174,7 +174,9 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> ResolvedSym
         if not _calls_up(raw, name, owner, each):
             reason = f"{override} overrides {where} and does not lead to it: {describe(raw)}"
             resolved = _joined(resolved, ResolvedSymbols(lost=(reason,), others=(f"{where}: {override}",)))
-        elif each.__module__.partition(".")[0] != target.partition(".")[0]:  # upstream's own subclasses are no news
+        elif (
+            each.__module__.partition(".")[0] != target.partition(".")[0]
+        ):  # subclasses of upstream itself are not reported
             extended = ResolvedSymbols(around=(f"{override} extends {where}",), others=(f"{where}: {override}",))
             resolved = _joined(resolved, extended)
     return resolved
@@ -184,7 +186,7 @@ _RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR"})
 
 
 def _never_returns(raw: Any) -> bool:
-    """Return whether a function only raises: nothing can be done by it that the seam would have done otherwise."""
+    """Return whether a function only raises; such an override cannot produce the result of the defect."""
     function = plain_function(raw)
     if type(function) is not FunctionType:
         return False
@@ -203,9 +205,9 @@ def _subclasses(owner: type) -> Iterator[type]:
 
 
 def _calls_up(raw: Any, name: str, owner: type, cls: type) -> bool:
-    """Return whether an override names what it overrides, as `super().name` and `Base.name` do.
+    """Return whether the code of an override names the overridden method, as `super().name` and `Base.name` do.
 
-    A class between it and the owner may be named as well, whose own override is asked like any other.
+    A class between it and the owner may be named as well; its own override is checked separately.
     """
     function = plain_function(raw)
     if type(function) is not FunctionType:
@@ -228,7 +230,7 @@ def names_of(objects: Iterable[Any]) -> dict[int, list[str]]:
     """Return the names in loaded modules that are bound to functions or classes, by the id of each."""
     wanted = {id(each) for each in objects}
     found: dict[int, list[str]] = {}
-    # type() and not isinstance: a lazy module may answer __class__ by importing something.
+    # type() and not isinstance: a lazy module may import something when its __class__ is read.
     for module in [each for each in list(sys.modules.values()) if is_module(each)] if wanted else ():
         for name, value in list(namespace(module).items()):
             if id(value) in wanted:

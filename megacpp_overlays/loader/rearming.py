@@ -1,6 +1,6 @@
-"""Settle anew what was undone, interrupted, or executed past every hook; what `arm` does where targets may be loaded.
+"""Rearming: the part of `arm` for targets that may be loaded. It decides undone, interrupted and re-executed targets again.
 
-Mostly there is nothing to settle, so the modules that would do it are imported by the functions that need them.
+Usually there is nothing to decide, so the modules for it are imported inside functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacpp_overlays.source.trees import SourceTree
 
 
 def begin_again(state: SessionState, tree: SourceTree) -> None:
-    """Let what was undone be settled anew."""
+    """Clear the undone state of all parts, so that they are decided again."""
     for erratum, part in list(state.parts.items()):
         if part.is_undone:
             if isinstance(erratum, Overlay):
@@ -32,7 +32,7 @@ def begin_again(state: SessionState, tree: SourceTree) -> None:
 
 @contextlib.contextmanager
 def one_heap_walk(state: SessionState) -> Iterator[None]:
-    """Let all overlays that are settled in the block share one walk over the heap."""
+    """Share one walk over the heap among all overlays that are decided in the block."""
     state.heap = HeapSnapshot(lambda: _replaceable(state))
     try:
         yield
@@ -50,21 +50,21 @@ def _replaceable(state: SessionState) -> Iterator[object]:
 
 @changes_target
 def settle_again(state: SessionState, name: str) -> None:
-    """Settle the overlays of a target that were undone or interrupted, or in whose place is upstream's own code again.
+    """Decide the overlays of a target again that were undone or interrupted, or whose seams upstream's own code has replaced.
 
     Raises:
         ActivationError: see `changes.apply_all`.
     """
     lock = state.locks.at(name)
     if not lock.try_acquire():
-        return  # another thread is at it
+        return  # another thread is changing this target
     try:
         module = sys.modules.get(name)
         is_there = module is not None and not is_half_imported(module)
         about = [(each, state.part(each)) for each in state.about(name)]
         for _, part in about:
             if not is_there and not part.is_placed:
-                part.change = None  # it waits for the import, as if nothing had been
+                part.change = None  # the part waits for the import again
         chosen = [each for each, part in about if part.is_settled_by_arming or _has_changed(state, each)]
         if module is not None and is_there and chosen:
             from megacpp_overlays.loader import changes
@@ -75,7 +75,7 @@ def settle_again(state: SessionState, name: str) -> None:
 
 
 def _has_changed(state: SessionState, overlay: Overlay) -> bool:
-    """Return whether upstream's own code is live where a seam was, or a seam where none should be."""
+    """Return whether upstream's own code is in the place of a seam, or a seam is installed where none should be."""
     part = state.part(overlay)
     if not part.is_placed or before_import(overlay, state.settings).decision is Decision.DISABLED:
         return False

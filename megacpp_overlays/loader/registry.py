@@ -1,4 +1,4 @@
-"""The ordered overlays, checked before anything is armed."""
+"""Registry: loads the declarations of all overlays, in order, and checks them before anything is armed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LETTERS_AND_DIGITS = _LETTERS | frozenset(string.digits)
 
 
 class HalfImportedPluginError(RegistryError):
-    """Raised when the module of a plugin is being imported, so that nothing can be read from it yet.
+    """Raised when the module of a plugin is still being imported, so that its declarations cannot be read yet.
 
     Attributes:
         module: the module.
@@ -36,9 +36,8 @@ class HalfImportedPluginError(RegistryError):
 def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
     """Return every overlay and gate of this package and of the named plugins, by pack and id.
 
-    A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`, or as `PARTS` where the defect lives
-    in several modules: declarations with one id and different targets. Nothing is registered by name here, so a new
-    file is a new overlay.
+    A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`, or as `PARTS` if the defect is
+    in several modules: declarations with one id and different targets. No name is registered here: a new file is a new overlay.
 
     Raises:
         RegistryError: a declaration is incomplete, collides with another, or a plugin has the id of a retired overlay.
@@ -48,26 +47,26 @@ def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
     declared = [(module.__name__, part) for module in modules for part in _parts(_declaration(module))]
     declared += [(f"plugin {name}", part) for name in dict.fromkeys(plugins) for part in _parts(_load_plugin(name))]
     overlays = check(declared)
-    if plugins:  # a test holds this package's own overlays to it, so that no launcher needs to read what is gone
+    if plugins:  # a test checks this package's own overlays, so that no launcher needs to read the retired ones
         refuse_retired(overlays)
     return overlays
 
 
 def one(name: str) -> tuple[Erratum, ...]:
-    """Return every part of one declaration of this package, and load no other.
+    """Return every part of one declaration of this package, without loading any other.
 
     Args:
-        name: its id. What it needs is not looked at, so it is meant for gates.
+        name: its id. Its dependencies are not checked, so the function is meant for gates.
     """
     module = importlib.import_module(f"{package.__name__}.{name.replace('-', '_')}")
     return check((module.__name__, part) for part in _parts(_declaration(module)))
 
 
 def refuse_retired(overlays: Iterable[Erratum]) -> None:
-    """Check that no overlay has the id of a retired one, whose variable and reproducer would mean another thing.
+    """Check that no overlay has the id of a retired one, because its variable and reproducer would change their meaning.
 
     Raises:
-        RegistryError: one has.
+        RegistryError: an overlay has such an id.
     """
     from megacpp_overlays.loader import retired  # noqa: PLC0415
 
@@ -93,15 +92,15 @@ def _declaration(module: ModuleType) -> object:
 
 
 def _parts(declared: object) -> tuple[object, ...]:
-    """Return the parts of a declaration; an overlay on its own is its only part."""
+    """Return the parts of a declaration; a single overlay is its only part."""
     return declared if isinstance(declared, tuple) else (declared,)
 
 
 def check(declared: Iterable[tuple[str, object]]) -> tuple[Erratum, ...]:
-    """Return the declared overlays in order, or raise for the first that cannot stand.
+    """Return the declared overlays in order, or raise for the first invalid declaration.
 
     Raises:
-        RegistryError: names the declaration and what is wrong with it.
+        RegistryError: the message names the declaration and the error in it.
     """
     overlays: list[Erratum] = []
     first: dict[str, tuple[str, Erratum]] = {}
@@ -132,14 +131,14 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Erratum, ...]:
 
 
 def _check_part(origin: str, one: Erratum, other: Erratum) -> None:
-    """Check that two parts are one overlay: one switch, one ledger entry, one sentence each."""
+    """Check that two parts belong to one overlay: they share the switch, the ledger entry and each descriptive text."""
     for name in ("id", "pack", "title", "breaks", "retire_when", "threads", "needs", "symptoms", "concerns"):
         if getattr(one, name, ()) != getattr(other, name, ()):
             raise RegistryError(f"{origin}: the parts of {one.id} do not agree on {name}")
 
 
 def _check_needs(declared: Mapping[str, tuple[str, Erratum]]) -> None:
-    """Check that what an overlay needs is an overlay, and does not need it in turn."""
+    """Check the dependencies between overlays: each names an overlay, and there is no cycle."""
     needs = {each.id: (origin, each.needs) for origin, each in declared.values() if isinstance(each, Overlay)}
     for overlay_id, (origin, wanted) in needs.items():
         waiting = list(wanted)
@@ -153,7 +152,7 @@ def _check_needs(declared: Mapping[str, tuple[str, Erratum]]) -> None:
 
 
 def _check_needed_parts(declared: Iterable[Erratum]) -> None:
-    """Check that what a part needs is another part of its overlay, and does not need it in turn."""
+    """Check the dependencies between parts: each names another part of the same overlay, and there is no cycle."""
     parts = {(each.id, each.target.module): each.needs_parts for each in declared if isinstance(each, Overlay)}
     for (overlay_id, module), wanted in parts.items():
         waiting, seen = list(wanted), set[str]()
@@ -178,7 +177,7 @@ def is_id(text: str) -> bool:
 
 
 def _check_fields(origin: str, declared: Erratum) -> None:
-    """Check the fields of a declaration, those of every kind first."""
+    """Check the fields of a declaration: first the common ones, then those of its kind."""
     if not is_id(declared.id):
         raise RegistryError(f"{origin}: id {declared.id!r} is not lower-case words joined by hyphens")
     for name in ("title", "breaks", "retire_when", "last_validated"):
@@ -214,7 +213,7 @@ def _check_overlay(origin: str, overlay: Overlay) -> None:
 
 
 def _load_plugin(name: str) -> object:
-    import importlib_metadata  # noqa: PLC0415 - only where a plugin is asked for
+    import importlib_metadata  # noqa: PLC0415 - only for plugins
 
     found = importlib_metadata.entry_points(group=PLUGIN_GROUP)
     if name not in found.names:

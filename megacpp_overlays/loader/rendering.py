@@ -1,4 +1,4 @@
-"""Render an audit as text for people and as plain data to be kept."""
+"""Rendering of an audit as plain data, and of tables as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacpp_overlays.model import Record
 
 
 class DecisionData(TypedDict):
-    """One decision as plain data; `audit.schema.json` says the same of its JSON."""
+    """One decision as plain data; `audit.schema.json` is the schema of its JSON."""
 
     id: str
     pack: int
@@ -47,11 +47,11 @@ class AuditData(TypedDict):
 
 
 class AgreementData(TypedDict):
-    """What is known of the agreement of the ranks of a run."""
+    """The result of the comparison of the ranks of a run."""
 
     size: int
     agreed: bool
-    """False also where one did not arrive."""
+    """False also if a rank did not arrive."""
 
 
 class AuditWithCopiesData(AuditData, total=False):
@@ -61,17 +61,17 @@ class AuditWithCopiesData(AuditData, total=False):
 
 
 class ModelData(TypedDict):
-    """What is known of a model, and which overlays concern it; see `concerns.report`."""
+    """The origin of a model's configuration, and the overlays that concern the model; see `concerns.report`."""
 
     origin: str
     concerns: dict[str, str]
     """`yes`, `no` or `undecided` by id."""
     because: dict[str, str]
-    """What a no or an undecided rests on, by id."""
+    """The reason for `no` or `undecided`, by id."""
 
 
 class LeftAuditData(AuditWithCopiesData, total=False):
-    """An audit that rank 0 left in a file, or that was asked for with the configuration of a model."""
+    """An audit that rank 0 left in a file, or that was requested with the configuration of a model."""
 
     model: ModelData
     ranks: AgreementData
@@ -108,7 +108,7 @@ def as_dict(record: Record) -> DecisionData:
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a head, a rule below it and rows as lines, each column as wide as its widest cell."""
+    """Return a table as lines: the head, a rule below it and the rows, each column as wide as its widest cell."""
     rows = [[terminal_text.one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [_padded(row, widths) for row in (head, ["-" * width for width in widths], *rows)]

@@ -1,4 +1,4 @@
-"""Requirements of a job on the decisions of an audit, and those that do not hold."""
+"""Requirements of a job on the decisions of an audit, and the check of an audit against them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from megacpp_overlays.near_names import suggestion
 _ALL_IDS = "`megacpp-overlays audit`"
 _DECISIONS = tuple(each.value for each in Decision)
 _CHANGES_NOTHING = {Decision.ABSENT, Decision.ARMED, Decision.DISABLED, Decision.RETIRED}
-"""What an overlay may be that nobody expected: upstream runs as it is, and nothing has to be done."""
+"""Decisions that are accepted for an overlay which the kept audit does not have: upstream runs unchanged, and no action is needed."""
 
 
 class Requirement(NamedTuple):
-    """The decisions of which one has to be taken about an overlay or a gate, in every part of it that counts."""
+    """The decisions that a job accepts for an overlay or a gate, in every part of it that counts."""
 
     id: str
     decisions: tuple[str, ...]
 
 
 class Unmet(NamedTuple):
-    """A decision that is not what was asked for."""
+    """A decision that does not meet a requirement."""
 
     id: str
     wanted: str
     found: str
     reason: str
-    """Why it is as it is, in the words of the audit; empty where there is no such decision."""
+    """Reason of the decision in the audit; empty if there is no such decision."""
 
     def __str__(self) -> str:
-        """Return it in one line."""
+        """Return the unmet requirement as one line."""
         because = f": {self.reason}" if self.reason else ""
         return f"{self.id} has to be {self.wanted} and is {self.found}{because}"
 
@@ -42,11 +42,11 @@ def parse(text: str, known: Collection[str]) -> Requirement:
     """Return the requirement of `ID=DECISION` or `ID=DECISION,DECISION`.
 
     Args:
-        text: what was asked for.
+        text: the requirement as the user wrote it.
         known: ids of all overlays and gates.
 
     Raises:
-        RequirementError: it has another form, or there is no such overlay or decision; the text has the nearest one.
+        RequirementError: the text has another form, or there is no such overlay or decision; the message has the nearest one.
     """
     name, sign, given = text.partition("=")
     wanted = tuple(given.split(","))
@@ -72,14 +72,14 @@ def _unmet(requirements: Sequence[Requirement], audit: Audit) -> Iterator[Unmet]
 
 
 def unexpected(kept: Mapping[str, Any], audit: Audit) -> tuple[Unmet, ...]:
-    """Return the overlays and gates about which something else was decided than in a kept audit.
+    """Return the overlays and gates whose decisions differ from those in a kept audit.
 
-    One that the kept audit does not know may be new in this package: it is unexpected where it changes something, or wants
-    something done.
+    An overlay that the kept audit does not have may be new in this package. It is unexpected only if its decision changes the
+    process or needs an action.
 
     Args:
         kept: `audit().as_dict()` of another run, as `audit_diff.read` returns it.
-        audit: this one.
+        audit: the audit to compare with it.
     """
     return tuple(_unexpected(kept, audit))
 

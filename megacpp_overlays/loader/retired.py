@@ -1,7 +1,7 @@
-"""Overlays that are gone because upstream is right without them; `megacpp-overlays retire` adds an entry to the file.
+"""Retired overlays, which were deleted because upstream is right without them; `megacpp-overlays retire` adds an entry.
 
-Whoever still names one is answered from here: a launcher that switches it off starts all the same, its reproducer runs
-on as a regression guard, its id is not given away again, and the ledger's history is made of these entries.
+The entries serve four purposes: a launcher that still switches a retired overlay off can start, its reproducer stays as a
+regression test, its id is not used again, and the ledger's history is made of them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from megacpp_overlays.model import Target, Thread
 
 FILE = Path(__file__).with_name("retired.json")
-"""A list of objects whose keys are the fields of `RetiredOverlay`; it is read only where something asks."""
+"""A list of objects whose keys are the fields of `RetiredOverlay`; it is read on demand."""
 
 
 class RetiredOverlay(NamedTuple):
-    """What is kept of an overlay."""
+    """The entry of a retired overlay."""
 
     id: str
     pack: int
@@ -28,9 +28,9 @@ class RetiredOverlay(NamedTuple):
     version: str
     """Release of the distribution that made the overlay unnecessary."""
     why: str
-    """The condition that came true, as the overlay declared it."""
+    """The condition for its deletion, as the overlay declared it."""
     targets: tuple[Target, ...]
-    """What the overlay was about, one for each of its parts."""
+    """Targets of the overlay, one for each of its parts."""
     threads: tuple[Thread, ...]
     """Upstream threads, and their states on that day."""
 
@@ -53,7 +53,7 @@ def read() -> tuple[RetiredOverlay, ...]:
 
 
 def to_json(entries: Iterable[RetiredOverlay]) -> str:
-    """Return the text of a file with these entries, which `read` reads as the same."""
+    """Return the text of a file with these entries, from which `read` returns equal entries."""
     rows = [
         each._asdict()
         | {

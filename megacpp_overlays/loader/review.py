@@ -1,4 +1,4 @@
-"""Say what is true of a decision now: the seams are looked up in the live process, and so are names that passed by them."""
+"""Review of a decision in the running process: its seams are resolved again, and names that bypass them are searched."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MOST_NAMES = 3
 
 
 def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: bool) -> Record:
-    """Return a record of an overlay whose target is loaded, as it is true now.
+    """Return the current record of an overlay whose target is loaded.
 
     Args:
-        record: what was decided.
-        overlay: whose record it is.
-        traces: where it was put in.
-        deep: whether to walk over the heap for what holds an original, and to compare a repair once more with what is
-            loaded: that compiles what was read.
+        record: the record of the decision.
+        overlay: the overlay of the record.
+        traces: the places where it was installed.
+        deep: whether to walk over the heap for objects that hold an original, and to compare a repair again with the loaded
+            code, which compiles the source that was read.
     """
     if record.decision is Decision.RETIRED:
         record = _unless_replaced_since(record, overlay, deep=deep)
@@ -57,14 +57,14 @@ def _calls(resolved: ResolvedSymbols) -> tuple[tuple[str, int], ...]:
 
 
 def _unless_replaced_since(record: Record, overlay: Overlay, *, deep: bool) -> Record:
-    """Return the record of what upstream repaired, CONFLICT where something else was put there since it was decided."""
+    """Return the record of a retired overlay, as CONFLICT if other code has replaced upstream's repair since the decision."""
     if not deep:
         return probing.held_against_its_readings(record)
     return probing.held_against_the_process(record, CachedTree(InstalledTree()), sys.modules[overlay.target.module])
 
 
 def _unless_it_is_in(record: Record, resolved: ResolvedSymbols) -> Record:
-    """Return the record, or say that seams are in although nothing should be."""
+    """Return the record, as CONFLICT if seams are installed although none should be."""
     names = tuple(map(str, resolved.seams))
     if not names:
         return replace(record, seams=()) if record.seams else record
@@ -77,10 +77,10 @@ def _unless_it_is_in(record: Record, resolved: ResolvedSymbols) -> Record:
 
 
 def _stale_names(overlay: Overlay, resolved: ResolvedSymbols, traces: Traces, *, deep: bool) -> list[str]:
-    """Return which names lead past the seams, in words: to an original, or to code of an earlier execution."""
+    """Return sentences on names that bypass the seams: they are bound to an original, or to code of an earlier execution."""
     originals = {id(seam.original_function) for seam in resolved.seams}
     known = {id(seam.function) for seam in resolved.seams}
-    # The class that a symbol leads to now is no older one, whether or not a seam is still on it.
+    # The class that has a symbol now is not of an earlier execution, whether or not a seam is still on it.
     for owner in reached.owners(overlay):
         known |= {id(base) for base in owner.__mro__}
     older = [each for each in traces.objects() if id(each) not in known | originals]
@@ -99,7 +99,7 @@ def _stale_names(overlay: Overlay, resolved: ResolvedSymbols, traces: Traces, *,
 
 
 def _held(resolved: ResolvedSymbols, traces: Traces) -> list[str]:
-    """Return what else holds an original, of this execution or of an earlier one, in words."""
+    """Return a sentence on the objects that hold an original, of this execution or of an earlier one; empty if there are none."""
     seams = {id(seam.original_function): seam for seam in resolved.seams}
     for each in traces.objects():
         if (mark := mark_of(each)) is not None:
@@ -111,4 +111,4 @@ def _held(resolved: ResolvedSymbols, traces: Traces) -> list[str]:
 
 
 class _Nobody:
-    """Stands for the owner of a seam of an earlier execution."""
+    """Placeholder for the owner of a seam of an earlier execution."""

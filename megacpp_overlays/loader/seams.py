@@ -1,7 +1,7 @@
-"""Replace an attribute, and put back exactly what was there.
+"""Seams: replacement of an attribute of a module or class, and its exact restoration.
 
-What is saved is the raw attribute from the owner's own `__dict__`: a staticmethod read with `getattr`
-would come back as a plain function, and an inherited method would come back as an override.
+The saved original is the raw attribute from the owner's own `__dict__`. With `getattr`, a staticmethod would be restored as a
+plain function, and an inherited method as an override.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megacpp_overlays.runtime import calls
 from megacpp_overlays.runtime.seam_marks import ATTRIBUTE, Mark, mark_behind, mark_of, plain_function, wrapped
 
 _kept: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
-"""Replacements that somebody still holds, by overlay and original."""
+"""Replacements that are still referenced, by overlay and original."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One attribute replacement: where, what was there, what is there now."""
+    """One replaced attribute: its place, the original and the replacement."""
 
     owner: Owner
     name: str
@@ -32,14 +32,14 @@ class Seam:
     replacement: Any
     inherited: bool
     adopted: bool = False
-    """Whether it was there already, put in and verified by another session."""
+    """Whether another session installed and verified it before."""
 
     def __str__(self) -> str:
         return str(self.place)
 
     @property
     def place(self) -> LiveName:
-        """Where it is, and what is there now."""
+        """Its place, as a live name."""
         return LiveName(self.owner, self.name)
 
     @property
@@ -54,25 +54,25 @@ class Seam:
 
     @property
     def calls(self) -> int | None:
-        """How often callers reached it in this process; None where a copy of this package that does not count put it in."""
+        """Number of calls in this process; None if it was installed by a copy of this package that does not count calls."""
         return getattr(getattr(mark_of(self.function), "calls", None), "count", None)
 
     def check_first_call(self, is_refused: Callable[[], bool]) -> None:
-        """Have the seam checked before its first call; one of an older copy of this package is not."""
+        """Set a check that runs before the first call of the seam; a seam of an older copy of this package has none."""
         if not self.adopted and isinstance(found := getattr(mark_of(self.function), "calls", None), calls.Calls):
             found.check = is_refused
 
     @property
     def in_place(self) -> bool:
-        """Whether the attribute still is ours."""
+        """Whether the attribute is still the replacement."""
         return self.place.own is self.replacement
 
     def undo(self) -> bool:
-        """Put the original back; a second undo does nothing.
+        """Restore the original; a second call does nothing.
 
         Returns:
-            False when somebody replaced the attribute after us. It is left alone then: putting the original
-            back would drop what they installed.
+            False if other code replaced the attribute after the seam was installed. The attribute is left alone then,
+            because restoring the original would drop that replacement.
         """
         current = namespace(self.owner).get(self.name, NOTHING)
         if current is self.original or (self.inherited and current is NOTHING):
@@ -86,7 +86,7 @@ class Seam:
         return True
 
     def taken_by(self) -> str:
-        """Return in words who holds the attribute now."""
+        """Return a sentence on the code that has replaced the seam."""
         return f"{self} was replaced after us by {describe(self.place.own)}; not undone"
 
 
@@ -94,28 +94,28 @@ Note = Callable[[Seam], object]
 
 
 def unnoted(_: Seam) -> None:
-    """Stand for nobody who wants to know."""
+    """Ignore the seam: the default of `note`."""
 
 
 def replace(
     owner: Owner, name: str, make: Callable[[Any], Any], *, overlay_id: str, module: str = "", note: Note = unnoted
 ) -> Seam:
-    """Replace an attribute with what `make` returns for the function that is there.
+    """Replace an attribute with the function that `make` returns for the current one.
 
     The replacement keeps name, module, documentation and descriptor kind of the original, so that it pickles
-    by reference and `inspect.signature` still answers. If our own seam is there already, alone or under a wrapper that
+    by reference and `inspect.signature` still works. If a seam of the same overlay is there already, alone or under a wrapper that
     leads to it, it is adopted, so that the first original is kept.
 
     Args:
         owner: module or class.
         name: of the attribute.
         make: returns the replacement of a function.
-        overlay_id: whose seam it is.
+        overlay_id: the overlay of the seam.
         module: target module of the overlay.
-        note: is told of the seam before it goes in, so that one that is interrupted between the two is known.
+        note: called with the seam before it is installed, so that a seam is known even if an interrupt comes in between.
 
     Raises:
-        SeamError: another overlay holds the attribute, `make` returned nothing new, or the owner refuses.
+        SeamError: another overlay holds the attribute, `make` returned no new function, or the owner refuses the assignment.
     """
     place = LiveName(owner, name)
     raw, inherited = place.raw, place.inherited
@@ -129,7 +129,7 @@ def replace(
     function = plain_function(raw)
     if not callable(function):
         raise SeamError(f"{place} is no function: {describe(raw)}")
-    # Undone and put in again, it is the same function: somebody may hold it.
+    # A seam that is installed again after `undo` is the same function, because other code may hold it.
     kept = _kept.get((overlay_id, id(function)))
     if kept is not None and kept.__wrapped__ is function:
         made, count = kept, getattr(kept, ATTRIBUTE).calls
@@ -172,10 +172,10 @@ def _like(raw: Any, function: Callable[..., Any]) -> Any:
 
 
 def describe(value: Any) -> str:
-    """Return where a value comes from, for evidence: `other_lib.patches.fast_forward (patches.py:12)`."""
+    """Return the origin of a value, for evidence: `other_lib.patches.fast_forward (patches.py:12)`."""
     function = plain_function(value)
     if type(function) is not FunctionType and not issubclass(type(function), type):
-        return _described_by_type(function)  # what it says of itself may be what another thing says
+        return _described_by_type(function)  # a proxy may return the attributes of the wrapped object
     module, name = function.__module__, function.__qualname__
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
@@ -197,21 +197,21 @@ def _named_by_type(value: Any) -> str:
 
 
 def _wrapper_of(value: Any) -> Any:
-    """Return the function that a proxy of wrapt calls, or the one of a bound method; None for anything else."""
+    """Return the wrapper function of a proxy of wrapt, or the function of a bound method; None for any other value."""
     if type(value) is MethodType:
         return value.__func__
     try:
         return object.__getattribute__(value, "_self_wrapper")
-    except Exception:  # noqa: BLE001 - any other object, which may do what it likes
+    except Exception:  # noqa: BLE001 - any other object; attribute access may raise
         return None
 
 
 def identity(value: Any) -> str:
-    """Return a name of what a value does that is the same in every process, whatever name it bears."""
+    """Return a name for the code of a value that is the same in every process, independent of its `__name__`."""
     function = plain_function(value)
     if type(function) is FunctionType:
         code = function.__code__
-        # `functools.wraps` copies the name and the module of what is wrapped.
+        # `functools.wraps` copies the name and the module of the wrapped function.
         return f"{function.__globals__.get('__name__', '?')}.{getattr(code, 'co_qualname', code.co_name)}"
     if issubclass(type(function), type):
         return f"{function.__module__}.{function.__qualname__}"

@@ -1,9 +1,9 @@
-"""The session of this process: the verbs `arm`, `undo` and `audit`, and what happens when a target is imported.
+"""Session of this process: the operations `arm`, `undo` and `audit`, and the handling of imported targets.
 
-Gates are decided when torch has been imported, overlays when their target has been; a first target and an audit decide both.
+Gates are decided when torch has been imported, overlays when their target has been. The first target and an audit decide both.
 
-Arming is all that an import of this package does. The modules that settle a target or report are therefore imported by
-the methods that do that.
+An import of this package only arms. The modules that decide a target or make a report are therefore imported by the methods
+that need them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megacpp_overlays.version import VERSION
 
 
 class Session(SessionState):
-    """Arms overlays, settles each when its target is complete, and answers for all of them."""
+    """Manager of all overlays of a process: it arms them, decides each when its target is complete, and audits them."""
 
     def __init__(
         self,
@@ -55,12 +55,13 @@ class Session(SessionState):
         return cls(declared, Settings.from_env(env, declared.ids), os.environ if env is os.environ else None)
 
     def arm(self) -> None:
-        """Watch torch for the gates, and every target. Arming again settles what was undone and changes nothing else.
+        """Watch the imports of torch, for the gates, and of every target. A second call decides undone overlays again.
 
-        What an interrupt or a lack of memory ended, and a target that was executed past every hook, count as undone.
+        An overlay counts as undone, too, if an interrupt or a lack of memory ended its change, or if its target was executed
+        without a hook. All other overlays are unchanged.
 
         Raises:
-            ActivationError: `strict` is on and an overlay is undecided; every target has been settled before.
+            ActivationError: `strict` is on and an overlay is undecided; it is raised after every target has been decided.
         """
         tree = self.tree()
         self._say_what_waits()
@@ -91,8 +92,8 @@ class Session(SessionState):
         self.log.armed(waiting, [each.id for each in off if not each.off_by_default])
 
     def _arming_again(self, tree: SourceTree) -> contextlib.AbstractContextManager[None]:
-        """Let what was undone be settled anew, with one walk over the heap for all."""
-        if not self.declared.are_loaded:  # no target is there, so nothing was undone, and nothing is settled late
+        """Return a context in which undone overlays are decided again, with one walk over the heap for all."""
+        if not self.declared.are_loaded:  # no target is loaded, so nothing was undone, and nothing is decided late
             return contextlib.nullcontext()
         from megacpp_overlays.loader import rearming
 
@@ -100,18 +101,18 @@ class Session(SessionState):
         return rearming.one_heap_walk(self)
 
     def _settle_again(self, name: str) -> None:
-        """Settle anew what `arm` has to, where anything is loaded that could have been settled."""
+        """Decide overlays of a target again as `arm` requires, if declarations were loaded for any target."""
         if self.declared.are_loaded:
             from megacpp_overlays.loader import rearming
 
             rearming.settle_again(self, name)
 
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
-        """Settle the overlays whose target is this module (called by the hooks).
+        """Decide and install the overlays whose target is this module (called by the hooks).
 
         Args:
             name: the name under which it was watched.
-            module: the module, complete.
+            module: the module, fully executed.
             late: see `install.Circumstances`.
 
         Raises:
@@ -120,7 +121,7 @@ class Session(SessionState):
         try:
             if not first_records.note_all(self):
                 first_records.ask_gates_if_moved(self)
-        except Exception as error:  # nothing can say what this module needs, so the log has to
+        except Exception as error:  # without declarations there is no record for the error, so it is logged
             self.log.not_loaded(name, error)
             if self.settings.mode is Mode.STRICT:
                 raise ActivationError(f"the overlays of {name} cannot be loaded: {error!r}") from error
@@ -130,7 +131,7 @@ class Session(SessionState):
         changes.apply_all(self, name, self.about(name), module, late=late)
 
     def failed(self, name: str, error: Exception) -> None:
-        """Record that the loader itself failed on a module (called by the hooks)."""
+        """Record an error of the loader itself on a module (called by the hooks)."""
         from megacpp_overlays.loader import changes
 
         for overlay in self.about(name):
@@ -141,13 +142,13 @@ class Session(SessionState):
         changes.withdraw_dependents(self, self.about(name))
 
     def undo(self, overlay_id: str | None = None) -> None:
-        """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
+        """Restore the attributes that one overlay, or every overlay, replaced. It stays off until `arm` is called again.
 
-        A launcher may still name an overlay that was retired: it is told so, and goes on.
+        A launcher may still name an overlay that was retired: that is logged, and is no error.
 
         Raises:
-            SeamError: an attribute was replaced after us; the rest is undone, and the overlay is in conflict. Or
-                a graph of torch.compile cannot be dropped now, see `compiled`; then everything stays in.
+            SeamError: other code replaced an attribute after the overlay; the rest is undone, and the overlay is in conflict.
+                Or a graph of torch.compile cannot be dropped now, see `compiled`; then everything stays installed.
             RegistryError: there is no such overlay.
         """
         first_records.note_all(self)
@@ -174,13 +175,12 @@ class Session(SessionState):
         raise RegistryError(f"there is no overlay {overlay_id}; {near}")
 
     def audit(self, *, deep: bool = False) -> Audit:
-        """Return all decisions as they stand now, and settle what no hook heard of; it does not raise for a conflict.
+        """Return all current decisions, after deciding targets that were loaded without a hook; a conflict does not raise.
 
-        Each seam is looked up in the live process, so whatever was replaced since is noticed here, and a target that is
-        not there at all.
+        Each seam is resolved in the running process, so the audit detects replaced seams, and targets that are missing.
 
         Args:
-            deep: whether to walk over the heap too, for what holds an original where no name leads.
+            deep: whether to walk over the heap too, for objects that hold an original outside of any module name.
         """
         if not first_records.note_all(self):
             first_records.ask_gates_again(self)
@@ -191,12 +191,12 @@ class Session(SessionState):
         return found
 
     def _settle_missed_imports(self) -> None:
-        """Settle a target that was loaded past every hook, by a loader or a recipe of a library's own."""
+        """Decide targets that were loaded without a hook, by a library's own loader or recipe."""
         for name in self.declared.targets:
             module = sys.modules.get(name)
             waits = any(self.part(each).record.decision is Decision.ARMED for each in self.about(name))
             if waits and module is not None and not is_half_imported(module) and self.settings.mode is not Mode.OFF:
-                with _collecting([]):  # the audit that asks for this raises for every conflict itself
+                with _collecting([]):  # the calling audit raises for every conflict itself
                     self._hooks.complete(name, module, late=True)
 
     def _withdraw_over_foreign_code(self) -> None:
@@ -206,13 +206,13 @@ class Session(SessionState):
             changes.withdraw_over_foreign_code(self)
 
     def audit_as_it_stands(self, *, deep: bool = False) -> Audit:
-        """Return what became of the overlays; nothing is settled that no hook heard of, as when the process ends."""
+        """Return the current decisions without deciding any target, as when the process ends."""
         from megacpp_overlays.loader import standing
 
         return self._audit_of(lambda record: derived_records.with_versions(standing.reviewed(self, record, deep=deep)))
 
     def audit_so_far(self) -> Audit:
-        """Return the decisions as they were taken; looks for nothing and settles nothing, so a hook may ask."""
+        """Return the decisions so far, without deciding any target; safe to call inside a hook."""
         from megacpp_overlays.loader import standing
 
         first_records.note_all(self)
@@ -220,15 +220,15 @@ class Session(SessionState):
             lambda record: record if record.decision is Decision.ARMED else standing.reviewed(self, record)
         )
 
-    def _audit_of(self, told: Callable[[Record], Record]) -> Audit:
-        records = tuple(told(self.parts[each].record) for each in self.overlays if each in self.parts)
+    def _audit_of(self, reviewed: Callable[[Record], Record]) -> Audit:
+        records = tuple(reviewed(self.parts[each].record) for each in self.overlays if each in self.parts)
         copies = self._hub_copies()
         return Audit(
             version=VERSION, mode=self.settings.mode.value, settings=self.settings, records=records, hub_copies=copies
         )
 
     def _hub_copies(self) -> tuple[str, ...]:
-        """Look for copies of upstream code that the package `kernels` loaded, and warn of each once."""
+        """Return sentences on copies of upstream code that the package `kernels` loaded, and warn of each once."""
         if "kernels" not in sys.modules or self.settings.mode is Mode.OFF:
             return ()
         from megacpp_overlays.loader import hub_copies
@@ -238,14 +238,16 @@ class Session(SessionState):
         return found
 
     def count_at_exit(self) -> None:
-        """Say at the end of the process what became of the overlays, if a target was settled; an audit is not repeated."""
+        """Log the counts of decisions at the end of the process, if an overlay was decided; counts are not logged twice."""
         records = [each.record for each in self.parts.values()]
         was_settled = any(each.finding is not None and each.overlay.installs for each in records)
         with contextlib.suppress(
             Exception
-        ):  # the interpreter may be half gone: an error here must not change the exit code
+        ):  # the interpreter may be shutting down: an error here must not change the exit code
             if was_settled and self.log.has_to_count(at_exit=True):
-                self.log.count(self.audit_as_it_stands(), at_exit=True)  # which looks for copies of the Hub, too
+                self.log.count(
+                    self.audit_as_it_stands(), at_exit=True
+                )  # this audit searches for copies of the Hub, too
             else:
                 self._hub_copies()
 
@@ -262,7 +264,7 @@ _current: Session | None = None
 
 
 def current() -> Session:
-    """Return the one session of this process; the first call reads the environment."""
+    """Return the single session of this process; the first call reads the environment."""
     global _current
     if _current is None:
         _current = Session.from_env()

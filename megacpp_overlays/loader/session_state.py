@@ -1,6 +1,6 @@
 """State of a session: settings, declarations, the state of each part, and the locks of targets.
 
-The modules that change a process take it as their first argument. It changes nothing but itself.
+The modules that change a process take it as their first argument. The state changes no module of upstream.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ if TYPE_CHECKING:
 
 
 class SessionState:
-    """What a session knows of its overlays and gates."""
+    """The overlays and gates of a session, with their settings, records and locks."""
 
     def __init__(self, declared: Declarations, settings: Settings, log: Log) -> None:
         self.declared = declared
         self.settings = settings
         self.log = log
         self.installed = ParsedOnce(InstalledTree())
-        """Source of what is installed; files are parsed once between two audits."""
+        """The installed source; each file is parsed once between two audits."""
         self.parts: dict[Erratum, PartState] = {}
         """By declaration, not by id: an overlay may have several parts, and each is decided on its own."""
         self.locks = TargetLocks(name for each in declared.listed for name in each.targets)
         self.heap: HeapSnapshot | None = None
-        """The walk over the heap that overlays share which are armed together."""
+        """The heap snapshot shared by overlays that are armed together."""
         self.gates_looked: tuple[object, ...] = ()
-        """What the answers of gates rested on when they were asked last."""
+        """The key of the search for packages when gates were last decided."""
         self.when_changed: Callable[[], None] | None = None
-        """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
+        """Called after every decision, inside the hooks; it must not raise and must not decide any target."""
         self.when_active: Callable[[Record], bool] | None = None
-        """Called with the record of each overlay that becomes active, until it returns True; as `when_changed`."""
+        """Called with the record of each overlay that becomes active, until it returns True; the rules of `when_changed` apply."""
 
     @property
     def overlays(self) -> tuple[Erratum, ...]:
         """Every part of every overlay and every gate, in order.
 
         Raises:
-            RegistryError: the declarations do not fit together, or to the list of them.
+            RegistryError: the declarations do not fit together, or differ from the list.
         """
         return self.declared.errata
 
     def tree(self) -> CachedTree:
-        """Return the installed source, each file read once."""
+        """Return the installed source as a tree that reads each file once."""
         return CachedTree(self.installed)
 
     def part(self, erratum: Erratum) -> PartState:
-        """Return the state of a part; the first call makes it."""
+        """Return the state of a part; the first call creates it."""
         found = self.parts.get(erratum)
         return found or self.parts.setdefault(erratum, PartState(before_import(erratum, self.settings)))
 
     def about(self, name: str) -> list[Overlay]:
-        """Return the overlays that are settled when this module has been imported."""
+        """Return the overlays whose target is this module."""
         return [overlay for overlay in self.declared.overlays if overlay.target.module == name]
 
     def lock_of(self, erratum: Erratum) -> TargetLock:
@@ -69,16 +69,16 @@ class SessionState:
         return self.locks.at(erratum.target.module)
 
     def renew_locks(self) -> None:
-        """Make fresh locks, as a forked child needs them."""
+        """Create new locks, which a forked child needs."""
         self.locks.renew()
 
     def forget_heap(self) -> None:
-        """Have the heap walked anew: names that led to a seam lead to its original again, which no snapshot knows."""
+        """Drop the heap snapshot: names of a seam were bound to its original again, and the snapshot lacks them."""
         if self.heap is not None:
             self.heap.forget()
 
     def keep(self, record: Record) -> Record:
-        """Keep a decision that ends a change, and tell the log and the listeners of it."""
+        """Store the record that ends a change, log it, and call the listeners."""
         part = self.part(record.overlay)
         part.record = record
         part.change = None
@@ -89,6 +89,6 @@ class SessionState:
         return record
 
     def changed(self) -> None:
-        """Tell the listener that a decision was taken."""
+        """Call the listener after a decision."""
         if self.when_changed is not None:
             self.when_changed()

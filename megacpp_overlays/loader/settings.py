@@ -1,8 +1,8 @@
-"""The settings of this process: `variables` read from an environment and checked, all in one place.
+"""Settings of this process: all `variables`, read from the environment and checked.
 
-Anything unknown raises SettingsError at import, with the nearest known word: a typo must not leave a fix on that somebody
-wanted off, or off that somebody needs on. An empty value counts as not set. What names a retired overlay is known: it
-says nothing any more, and a launcher that still has it must start.
+An unknown name or value raises SettingsError at import, with the nearest known word: a typo must not leave a fix on that the
+user wants off, or off that the user needs on. An empty value counts as not set. A variable or id of a retired overlay is accepted
+and has no effect, because a launcher that still has it must start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EVERYTHING = frozenset({"*", "all", "1", "true", "yes", "on"})
 
 
 class Mode(enum.Enum):
-    """The global setting."""
+    """The mode of the whole package."""
 
     AUTO = "auto"
     OFF = "off"
@@ -48,7 +48,7 @@ class Mode(enum.Enum):
 
 
 class Switch(enum.Enum):
-    """The setting of one overlay."""
+    """The switch of one overlay."""
 
     AUTO = "auto"
     OFF = "off"
@@ -56,7 +56,7 @@ class Switch(enum.Enum):
 
 
 class LogForm(enum.Enum):
-    """Where decision lines go."""
+    """The destination of the log."""
 
     STDERR = "stderr"
     LOGGING = "logging"
@@ -65,7 +65,7 @@ class LogForm(enum.Enum):
 
 
 class LogLevel(enum.Enum):
-    """How much is told."""
+    """The level of the log."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -73,12 +73,12 @@ class LogLevel(enum.Enum):
 
 
 class Settings(NamedTuple):
-    """Everything the environment says, read once."""
+    """All settings of the environment, read once."""
 
     mode: Mode = Mode.AUTO
     disabled: frozenset[str] = frozenset()
     enabled: frozenset[str] = frozenset()
-    """Overlays that were asked for by name."""
+    """Overlays that their variable switches on."""
     log: LogForm = LogForm.STDERR
     log_path: str | None = None
     log_level: LogLevel = LogLevel.INFO
@@ -96,13 +96,13 @@ class Settings(NamedTuple):
     required: tuple[Requirement, ...] = ()
     """Decisions without which no optimizer takes its first step."""
     parent_is_armed: bool = False
-    """A process of this environment was armed, said so, and started this one or one above it."""
+    """Whether an armed process of this environment started this one, directly or through other processes."""
     said: frozenset[str] = frozenset()
-    """Short hashes of the lines that processes above this one have written."""
+    """Short hashes of the log lines of ancestor processes."""
     obsolete_variables: tuple[str, ...] = ()
     """Sentences about variables that name a retired overlay and can go."""
     of_kernels: Mapping[str, str] = variables.defaults_of_kernels()
-    """What kernels are to do, by variable."""
+    """Settings of kernels, by variable."""
 
     def switch(self, overlay_id: str) -> Switch:
         """Return the switch of one overlay."""
@@ -112,12 +112,12 @@ class Settings(NamedTuple):
 
     @property
     def waits_for_the_first_step(self) -> bool:
-        """Whether something is to be done before the first step of a run; see `processes.first_step`."""
+        """Whether a setting requires work before the first step of a run; see `processes.first_step`."""
         return bool(self.audit or self.verify_ranks or self.required)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], known_ids: Collection[str]) -> Settings:
-        """Read and check every variable of ours.
+        """Read and check every variable of this package.
 
         Args:
             env: usually `os.environ`.
@@ -170,7 +170,7 @@ class Settings(NamedTuple):
 def this_environment() -> str:
     """Return the name of the environment that this interpreter belongs to.
 
-    The prefix alone is not enough: every Python of a system has `/usr`. `startup/sitecustomize.py` says the same.
+    The prefix alone is not enough: every Python of a system has `/usr`. `startup/sitecustomize.py` computes the same name.
     """
     return f"{sys.implementation.cache_tag}:{os.path.realpath(sys.prefix)}"
 
@@ -207,7 +207,7 @@ def _nearest_id(word: str, known_ids: Collection[str]) -> str:
 
     if word.lower() in _EVERYTHING:
         return suggestion(word, sorted(known_ids), f"{MODE}={Mode.OFF.value}", _ALL_IDS)
-    # Somebody may give the name of its variable, or parts of that.
+    # The word may be the name of its variable, or a part of that.
     spelt = word.lower().replace("_", "-").removeprefix(variable_for("").lower().replace("_", "-"))
     return suggestion(spelt, sorted(known_ids), where=_ALL_IDS)
 
@@ -223,12 +223,12 @@ def _refuse_unknown_names(strange: Collection[str], known: Collection[str]) -> N
 
 
 def _obsolete_variables(env: Mapping[str, str], names: Collection[str], ids: Collection[str]) -> dict[str, str]:
-    """Return what names a retired overlay, each variable or id with a sentence about it.
+    """Return the variables and ids of retired overlays, each with a sentence about it.
 
     Args:
         env: usually `os.environ`.
-        names: variables of ours that belong to no overlay.
-        ids: ids in the list of disabled overlays that are no overlay's.
+        names: variables of this package that belong to no overlay.
+        ids: ids in the list of disabled overlays that belong to no overlay.
     """
     if not names and not ids:
         return {}
@@ -245,7 +245,7 @@ def _obsolete_variables(env: Mapping[str, str], names: Collection[str], ids: Col
 
 
 def _rank(env: Mapping[str, str]) -> int:
-    # Launchers own these variables, so an odd value is theirs to report: it only means "cannot tell" here.
+    # Launchers set these variables and report invalid values themselves. Here an invalid value counts as unknown.
     for name in _RANK_VARIABLES:
         if env.get(name, "").isdecimal() and len(env[name]) < len("1000000000"):
             return int(env[name])

@@ -1,7 +1,7 @@
-"""Records of a session as they are true now, and the dependencies between overlays that rest on them.
+"""Current records of a session, and the state of the dependencies between overlays.
 
-Nothing is changed here. `changes` takes out an overlay that has lost another one, or that lies over foreign code. What looks at a
-loaded target is imported once there is one.
+This module changes nothing. `changes` takes out an overlay that has lost a dependency, or that lies over foreign code. The
+modules that examine a loaded target are imported once there is one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _INTERRUPTED = (
 
 
 def reviewed(state: SessionState, record: Record, *, deep: bool = False) -> Record:
-    """Return a record as it is true now.
+    """Return the current form of a record.
 
     Args:
         state: of the session.
-        record: what was decided.
+        record: the record of the decision.
         deep: see `review.review`.
     """
     overlay = record.overlay
@@ -34,7 +34,7 @@ def reviewed(state: SessionState, record: Record, *, deep: bool = False) -> Reco
     part = state.part(overlay)
     if part.change is not None:
         if state.lock_of(overlay).is_taken():
-            return record  # another thread is at it
+            return record  # another thread is changing this target
         return replace(record, decision=Decision.CONFLICT, reason=_INTERRUPTED)
     if overlay.target.module not in sys.modules:
         return derived_records.if_absent(record, state.installed) if record.decision is Decision.ARMED else record
@@ -47,7 +47,7 @@ def reviewed(state: SessionState, record: Record, *, deep: bool = False) -> Reco
 
 
 def lost(state: SessionState, overlay: Overlay) -> str:
-    """Return what an active overlay needs and has lost, in words; no probe is asked."""
+    """Return a sentence on a dependency that an active overlay has lost, or an empty text; no probe runs."""
     if not (overlay.needs or overlay.needs_parts) or not state.part(overlay).is_active:
         return ""
     known = (_as_last_decided(state, part) for part in needs.parts(overlay, state.declared.overlays))
@@ -55,13 +55,13 @@ def lost(state: SessionState, overlay: Overlay) -> str:
 
 
 def _as_last_decided(state: SessionState, needed: Overlay) -> Record | None:
-    """Return what an overlay that another one needs is, or what it was expected to be; None before it was asked."""
+    """Return the current or the predicted record of a needed overlay; None if neither is known."""
     part = state.part(needed)
     return reviewed(state, part.record) if part.is_undone or needs.is_known(part.record) else part.expected
 
 
 def unmet(state: SessionState, overlay: Overlay, tree: SourceTree) -> str:
-    """Return why an overlay must not be in, for the sake of what it needs; an empty text if it may."""
+    """Return a sentence on an unmet dependency of an overlay, which must not be installed then; an empty text if all are met."""
     if not (overlay.needs or overlay.needs_parts):
         return ""
     records = [_now_or_expected(state, part, tree) for part in needs.parts(overlay, state.declared.overlays)]
@@ -76,7 +76,7 @@ def unmet(state: SessionState, overlay: Overlay, tree: SourceTree) -> str:
 
 
 def _now_or_expected(state: SessionState, needed: Overlay, tree: SourceTree) -> Record:
-    """Return what an overlay that another one needs is now, or what it would be; see `needs`."""
+    """Return the current record of a needed overlay, or its prediction from source; see `needs`."""
     part = state.part(needed)
     if needs.is_known(part.record):
         return reviewed(state, part.record)
@@ -85,9 +85,9 @@ def _now_or_expected(state: SessionState, needed: Overlay, tree: SourceTree) -> 
 
 
 def foreign_code_under(state: SessionState, overlay: Overlay) -> str:
-    """Return which definition under an active overlay is another library's, in words.
+    """Return a sentence on a definition under an active overlay that is third-party code, or an empty text.
 
-    With that code in the place of upstream's, a correction of ours may be made twice.
+    With such code in the place of upstream's, the correction of the overlay may be made twice.
     """
     part = state.part(overlay)
     if not part.is_active or state.lock_of(overlay).is_taken():

@@ -1,9 +1,10 @@
-"""Statement of one process, as plain data: two processes run the same code when their statements are equal.
+"""Statement of one process, as plain data: two processes run the same code if their statements are equal.
 
-An audit records what became of each overlay. A statement adds what a target that waits *will* be, read from its file
-without importing it; a hash of the files of this package and one of its kernels, because a checkout keeps its version while
-it is edited; and every setting that changes what a run computes. It leaves out what honest processes differ in: hosts, paths, times, log
-forms, aliases that were found and rebound. `variables` says of each setting how it is compared, or why it is not.
+An audit records the decision of each overlay. A statement adds three things. For a target that is not imported yet, it has the
+version and the hash of its file, which is read without an import. It has a hash of the files of this package and one of its kernels, because a
+checkout keeps its version while it is edited. And it has every setting that changes the results of a run. It leaves out
+legitimate differences between processes: hosts, paths, times, log forms, aliases that were found and rebound. `variables` says of
+each setting how it is compared, or why it is not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BESIDE_TARGETS = ("torch", "triton")
 """Distributions that every target is built on, compared although no overlay is about them."""
 
 LONGEST_TEXT = 1000
-"""Characters of a reason in a statement. An exception of upstream, which becomes one, may have any number."""
+"""Most characters of a reason in a statement. A reason may be an exception of upstream, of any length."""
 
 RUN = (
     "__init__.py",
@@ -57,11 +58,11 @@ RUN = (
     "variables.py",
     "version.py",
 )
-"""Files and folders of this package, but for kernels, that a training process may execute or read, folders with all that is below them."""
+"""Files and folders of this package that a training process may execute or read, without kernels; folders with their subfolders."""
 KERNELS = ("kernels",)
-"""The folder of kernels, which has a hash of its own: a kernel may change while the loader and its decisions do not."""
+"""The folder of kernels, which has a separate hash: a kernel may change while the loader and its decisions do not."""
 NOT_RUN = ("__main__.py", "cli", "json_text.py", "packs", "repro", "upkeep")
-"""The others. `megacpp-overlays run` has replaced itself by the launcher before that begins."""
+"""All other files and folders. `megacpp-overlays run` replaces its process by the launcher, so they do not run in training."""
 _SUFFIXES = frozenset({".py", ".json"})
 
 
@@ -70,7 +71,7 @@ def of(audit: Audit, tree: SourceTree) -> Statement:
 
     Args:
         audit: its decisions, with its settings.
-        tree: where the source of targets that wait is read.
+        tree: the source tree of targets that are not imported yet.
     """
     version = functools.cache(distributions.version)
     sources = CachedTree(tree)
@@ -84,18 +85,18 @@ def of(audit: Audit, tree: SourceTree) -> Statement:
         "versions": {name: version(name) for name in BESIDE_TARGETS},
         "settings": dict(audit.settings.of_kernels),
         "off": sorted(audit.settings.disabled | _not_asked_for(audit)),
-        # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
+        # A gate changes nothing in a process, and its decision may depend on the GPUs of the host.
         "decisions": [_decision(each, sources, version) for each in audit.of_overlays],
     }
 
 
 def checked(data: Any) -> Statement:
-    """Return plain data that another process gave as its statement, once what is compared has the form that it must have.
+    """Return the statement of another process after checking the form of its compared fields.
 
-    A process with another version of this package may say more, or less; that is a difference to be told.
+    A process with another version of this package may have more fields, or fewer; that is reported as a difference.
 
     Raises:
-        ValueError: it is no statement.
+        ValueError: the data is not a statement.
     """
     if not _fits(data, _FORM, ("mode", "off", "decisions")):
         raise ValueError("this is no statement of a process")
@@ -155,7 +156,7 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
     version, source_sha256 = record.version, record.source_sha256
     if record.decision in {Decision.ARMED, Decision.DISABLED} and source_sha256 is None:
         source = readable(tree, target.module)
-        # The word for a module of no distribution, as it will be when the module is loaded.
+        # A module of no distribution is "unversioned", as in its record after the import.
         version = look_up(target.distribution) or ("unversioned" if source else None)
         source_sha256 = source.sha256 if source else None
     return {
@@ -178,7 +179,7 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """Return a text, or the beginning of a long one with a hash of it all: what ranks exchange stays small."""
+    """Return a text, or the beginning of a long one with a hash of the whole, so that ranks exchange little data."""
     if len(text) <= LONGEST_TEXT:
         return text
     short = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
@@ -186,9 +187,9 @@ def _shortened(text: str) -> str:
 
 
 def package_sha256(package: Path = Path(__file__).parents[1], names: Sequence[str] = RUN) -> str:
-    """Return one hash for every file of this package, or of a part of it, that a training process may execute or read.
+    """Return one hash over the files of this package, or of a part of it, that a training process may execute or read.
 
-    The same for a wheel and for the checkout that it was built from.
+    The hash is the same for a wheel and for the checkout that it was built from.
 
     Args:
         package: its folder.
@@ -202,7 +203,7 @@ def package_sha256(package: Path = Path(__file__).parents[1], names: Sequence[st
 
 @functools.cache
 def _own_sha256(names: tuple[str, ...]) -> str:
-    """Return the hash of this package as it was when this process first asked: what is edited later does not run here."""
+    """Return the hash of this package at the first call in this process; later edits do not run in it."""
     return package_sha256(names=names)
 
 
@@ -213,7 +214,7 @@ def _files(path: Path) -> list[Path]:
 def _declared_elsewhere(overlay: Erratum) -> str | None:
     """Return the hash of a plugin's files; overlays of this package are in the hash of the package."""
     names = {_module_of(function) for function in overlay.functions}
-    # By module and not by file: a set has another order in every process, and files may have one name in two packages.
+    # Sorted by module: the order of a set differs between processes, and files of two packages may have the same name.
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(names) if not _is_ours(name)]
     paths = [Path(file) for file in files if file]
     return _hash_of((path.name, path) for path in paths) if paths else None
@@ -230,7 +231,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _hash_of(files: Iterable[tuple[str, Path]]) -> str:
-    """Return one hash for named files in this order."""
+    """Return one hash over named files, in this order."""
     total = hashlib.sha256()
     for name, path in files:
         try:
@@ -243,7 +244,7 @@ def _hash_of(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def digest(statement: Statement) -> str:
-    """Return the fingerprint: 16 hexadecimal digits that are equal when statements are, but for the words of a reason."""
+    """Return the fingerprint of a statement, 16 hexadecimal digits: a hash of all fields except the reasons of decisions."""
     bare = {
         **statement,
         "decisions": [{k: v for k, v in each.items() if k != "reason"} for each in statement["decisions"]],

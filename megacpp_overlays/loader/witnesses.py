@@ -59,7 +59,7 @@ UNREADABLE = "unreadable"
 """In place of the hash of a file that exists and cannot be read."""
 
 PACKS = Path(__file__).resolve().parents[1] / "packs"
-"""Folder of the reproducers of this package; those of a plugin are elsewhere, and are not compared."""
+"""Folder of the reproducers of this package; the reproducers of a plugin are elsewhere, and are not compared."""
 _OURS = "megacpp_overlays"
 _PROBE_MODULES = (f"{_OURS}.feature_probes.", f"{_OURS}.source.", f"{_OURS}.model")
 """Modules of this package with the code of probes; for a plugin, its whole package counts."""
@@ -278,7 +278,7 @@ def content(
         date: the day of the run.
         verdict: of the cases.
         shape: for BROKEN, the shape whose seams repair the defect.
-        unrepaired: for BROKEN without such a shape, what was shown instead.
+        unrepaired: for BROKEN without such a shape, the sentence of the reproducer on the unrepaired defect.
     """
     code = seam_sources if verdict is Verdict.BROKEN else probe_sources
     return {
@@ -458,7 +458,7 @@ def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> Non
         if data[name] != here:
             raise UnprovedError(f"{name} was {data[name]} and is {here}")
     if erratum.target.module not in data["sources"]:
-        raise UnprovedError(f"it does not say what {erratum.target.module} was")
+        raise UnprovedError(f"the hash of {erratum.target.module} is missing")
     for name, was in data["sources"].items():
         if (change := _change(was, _hashes.of(name, tree))) is not None:
             raise UnprovedError(f"{name} {change}")

@@ -373,7 +373,7 @@ def test_what_cannot_be_compared_is_a_conflict(upstream: Upstream, session: Sess
     record = settle(session, upstream, witness=explode)
 
     assert record.decision is Decision.CONFLICT
-    assert "could not be held against what was read: ImportError: no such kernel" in record.reason
+    assert "could not be compared with the source that was read: ImportError: no such kernel" in record.reason
 
 
 def test_an_overlay_that_is_off_asks_nothing(upstream: Upstream, session: SessionMaker) -> None:

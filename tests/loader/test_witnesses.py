@@ -194,7 +194,7 @@ def test_a_witness_does_not_count_where_a_source_is_gone_or_unreadable(kept: Kep
         ({"versions": {"no-such-distribution": "1.0"}}, "no-such-distribution was 1.0 and is not installed"),
         ({"overlay": "other-fix"}, "it is about other-fix"),
         ({"target": "made.up"}, "it is about double-fix on made.up"),
-        ({"sources": {"nothing.of.it": None}}, "it does not say what"),
+        ({"sources": {"nothing.of.it": None}}, "the hash of"),
         ({"schema": 2}, "is no witness of this version"),
         ({"verdict": "BROKEN"}, "is no witness of this version"),
         ({"cases": []}, "is no witness of this version"),
