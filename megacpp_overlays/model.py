@@ -46,7 +46,7 @@ class Decision(enum.Enum):
     UNPROVED = "unproved"
     """The probe does not recognise upstream, and its reproducer has not run on it yet; nothing was installed."""
     CONFLICT = "conflict"
-    """The source was not recognised or an installation failed; upstream is unchanged."""
+    """The code was not recognised, or a step of the installation failed; upstream is unchanged."""
 
 
 UNDECIDED = frozenset({Decision.CONFLICT, Decision.UNPROVED})
@@ -364,10 +364,10 @@ class Overlay(Erratum):
 
 
 class Gate(Erratum):
-    """The declaration of a combination that cannot work: it installs nothing, and warns the user when the process arms.
+    """The declaration of a combination that cannot work: it installs nothing, and warns the user when torch is imported.
 
-    The probe reads source before anything is imported, so the warning comes before the first compile of a run. The probe says
-    BROKEN where the combination is installed, and `unsupported` names every such shape, each with its remedy.
+    The probe reads source and needs no import of the target, so the warning comes before the first compile of a run. The probe
+    says BROKEN where the combination is installed, and `unsupported` names every such shape, each with its remedy.
     """
 
     remedy = Decision.GATED

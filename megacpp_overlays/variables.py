@@ -318,7 +318,7 @@ def defaults_of_kernels() -> dict[str, str]:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a variable of this name, in upper or lower case, belongs to this package; the other case is a misspelling."""
+    """Return whether a variable name belongs to this package, in any case; a name in lower case is a misspelt one."""
     return name.upper().startswith(PREFIXES)
 
 

@@ -113,7 +113,7 @@ def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
 
     An overlay has a part for each module in which upstream ever had the defect, and most trees have only one of them.
     So a part that is absent or retired is left out where another part has another decision: an overlay is retired when no
-    part of it has work left. Of several parts that wait, or are off, only the first is kept. Records of installed parts and of
+    part of it has work left. Of several parts that wait, are off or are absent, only the first is kept. Records of installed parts and of
     failures are always kept.
     """
     most: dict[str, int] = {}

@@ -66,7 +66,7 @@ def is_off(erratum: Switchable, settings: Settings) -> bool:
 
 
 def select(erratum: Switchable, settings: Settings) -> Policy:
-    """Return the policy for an erratum: off has precedence over on, and the mode over the switch of the erratum."""
+    """Return the policy for an erratum: off has precedence over any other setting, and the mode over its switch."""
     switch = settings.switch(erratum.id)
     if settings.mode is Mode.OFF:
         return Policy.ALL_OFF

@@ -48,7 +48,7 @@ class Declarations:
 
     @functools.cached_property
     def gates(self) -> tuple[Gate, ...]:
-        """The gates, whose probes run when the session is armed."""
+        """The gates, which are decided when torch is imported, or at the first target or audit."""
         return tuple(each for each in self.errata if isinstance(each, Gate))
 
     @property

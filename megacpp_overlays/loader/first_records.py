@@ -1,4 +1,4 @@
-"""First records: overlays wait for the import of their target; gates are decided from source before any import.
+"""First records: overlays wait for the import of their target; gates are decided from source, without such an import.
 
 A gate whose package was missing is decided again when the path of this process has changed, and in every audit. Most
 processes have no gate to decide, so the modules for it are imported on demand.

@@ -9,8 +9,8 @@ A module can become complete in five ways. Each ends in one call of the listener
     executed once more      a meta-path finder of this module: wrapt pops a hook after one firing, so without the finder a
                             reload or a fresh import would silently lose the seams
 
-This module is also the only error boundary. No exception leaves a hook, in particular no ImportError; the exception is
-ActivationError, which `strict` asks for.
+This module is also the only error boundary. A hook catches every exception, ImportError above all, and lets only
+ActivationError through, which `strict` asks for.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def numbered(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def _kept() -> KnownFindings | None:
-    """Return the recorded findings, or None if other code of the probes made them."""
+    """Return the recorded findings, or None if they are unreadable or of another Python or other code of the probes."""
     try:
         known = KnownFindings(**json.loads(FILE.read_text(encoding="utf-8")))
         is_ours = known.pythons and this_python() in known.pythons and known.probes == code()

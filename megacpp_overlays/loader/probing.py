@@ -1,7 +1,7 @@
 """Runs of probes on the installed source: the boundary that turns any exception into UNRECOGNISED, and the resulting records.
 
-An overlay is assessed when its target has been imported. A gate waits for no import: it is read from source when the
-session is armed, so that the warning comes before the first compile of a run. If none of its packages is installed, that costs
+An overlay is assessed when its target has been imported. A gate needs no import of its target: it is decided from source when
+torch is imported, so that the warning comes before the first compile of a run. If none of its packages is installed, that costs
 one search for a folder. A gate installs nothing, and may depend on the GPUs of a host, so gates are left out of the comparison
 of ranks and children.
 """

@@ -186,7 +186,7 @@ _RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR"})
 
 
 def _never_returns(raw: Any) -> bool:
-    """Return whether a function only raises; such an override cannot produce the result of the defect."""
+    """Return whether a function only raises; such an override has no result that the seam would correct."""
     function = plain_function(raw)
     if type(function) is not FunctionType:
         return False

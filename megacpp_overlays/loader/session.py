@@ -101,7 +101,7 @@ class Session(SessionState):
         return rearming.one_heap_walk(self)
 
     def _settle_again(self, name: str) -> None:
-        """Decide overlays of a target again as `arm` requires, if declarations were loaded for any target."""
+        """Decide overlays of a target again as `arm` requires, if the declarations are loaded."""
         if self.declared.are_loaded:
             from megacpp_overlays.loader import rearming
 

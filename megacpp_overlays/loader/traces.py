@@ -25,7 +25,7 @@ class Traces:
         self._objects: dict[int, weakref.ref[Any]] = {}
 
     def note(self, seam: Seam) -> None:
-        """Record a seam or an alias before it is put in."""
+        """Record a seam or an alias before it is installed."""
         for each in (seam.original_function, seam.function, seam.owner):
             if isinstance(each, FunctionType | type):
                 self._objects[id(each)] = weakref.ref(each)
@@ -43,7 +43,7 @@ class Traces:
         return [each for reference in list(self._objects.values()) if (each := reference()) is not None]
 
     def has_seams(self) -> bool:
-        """Return whether any function that was put in still exists, in any execution and under any name."""
+        """Return whether any installed function still exists, in any execution and under any name."""
         return any(mark_of(each) is not None for each in self.objects())
 
     def forget(self, place: LiveName) -> None:

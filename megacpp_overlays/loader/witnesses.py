@@ -100,7 +100,7 @@ class RecordingTree:
         return source
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
-        """Return a file that is no module, and record its hash."""
+        """Return a file that is not a module, and record its hash."""
         self.sources[f"{package}:{path}"] = UNREADABLE
         file = shipped(self._tree, package, path)
         self.sources[f"{package}:{path}"] = _sha256(file.text.encode()) if file else None
@@ -140,7 +140,7 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
             if (found := _witnessed(path, erratum, finding, tree)) is not None:
                 return found
         except MemoryError:  # noqa: PERF203 - two files at most
-            raise  # a lack of memory says nothing of the witness
+            raise  # a lack of memory says nothing about the witness
         except Exception as error:  # noqa: BLE001 - a witness that fails in any way is no proof
             why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
             reasons.append(Evidence(f"the kept witness does not count: {why}"))
@@ -364,7 +364,7 @@ def _declared_in(erratum: Erratum) -> set[str]:
 
 
 def _functions(function: Any) -> Iterator[Any]:
-    """Yield a function, or those that a partial is made of."""
+    """Yield a function, or for a partial all functions inside it."""
     if not isinstance(function, functools.partial):
         yield function
         return
