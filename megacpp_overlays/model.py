@@ -160,9 +160,9 @@ class Finding(FrozenValue):
         if self.verdict is not Verdict.FIXED and self.proof is Proof.READ:
             raise ValueError("nothing but FIXED is proved by reading")
         if self.verdict is Verdict.UNRECOGNISED and self.proof is not None:
-            raise ValueError("an UNRECOGNISED finding has no proof")
+            raise ValueError("what is UNRECOGNISED is not proved")
         if (self.looks_repaired or self.candidates) and self.verdict is not Verdict.UNRECOGNISED:
-            raise ValueError("only an UNRECOGNISED finding can look repaired, or have candidates")
+            raise ValueError("only what is UNRECOGNISED merely looks repaired, or has candidates")
         if self.unpublished and not self.looks_repaired:
             raise ValueError("only a repair is one that was read in no release")
         if bool(self.repair) is not (self.verdict is Verdict.FIXED or self.looks_repaired):
