@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM, read from the words of a command or from the text of a shell script.
 
-A script is not run. What it leaves to its environment is unknown, and so is what a condition decides. An argument that is not there
-has its default only where all arguments are: the launcher is one of Megatron-LM's own, and nothing else may add to them.
+A script is not run. Values that it takes from its environment are unknown, and so is the outcome of a condition. A missing argument
+has its default only where all arguments are known: the launcher is one of Megatron-LM's own, and no other source may add arguments.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _TAKES_A_VALUE = re.compile(
 _FROM_ELSEWHERE = ("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "yaml_cfg")
 """Arguments that have others read from somewhere else."""
 _MOST = 4096
-"""Words that a variable may stand for."""
+"""Most words in the value of a variable."""
 
 
 class _Word(NamedTuple):
     """A word of a command."""
 
     text: str | None
-    """None for what only the environment of a script knows."""
+    """None for a value that only the environment of a script has."""
     may_be_missing: bool = False
     may_be_more: bool = False
-    """Whether further arguments may stand here."""
+    """Whether the word may expand to further arguments."""
 
 
 def from_words(words: Sequence[str], origin: str) -> Configuration:
@@ -114,10 +114,10 @@ class _Script:
         return [each for word, before in pairs for each in self._expanded(word, before, is_sure=is_sure)][:_MOST]
 
     def _expanded(self, word: str, before: str, *, is_sure: bool) -> list[_Word]:
-        """Return what a word stands for.
+        """Return the words that a word expands to.
 
         Args:
-            word: it.
+            word: the word.
             before: the word before it, whose value it may be.
             is_sure: whether the command runs.
         """
@@ -140,7 +140,7 @@ class _Script:
 
 
 def _only(words: Sequence[_Word]) -> str | None:
-    """Return the text that a variable has, if it is only ever set to one."""
+    """Return the text of a variable; None if it is set to several."""
     texts = {each.text for each in words}
     return texts.pop() if len(texts) == 1 else None
 
@@ -156,7 +156,7 @@ def _programs(command: Sequence[_Word]) -> list[str]:
 
 
 def _configuration(commands: Sequence[Sequence[_Word]], origin: str) -> Configuration:
-    """Return the configuration of a command, or of several of which it is not known which one is meant."""
+    """Return the configuration of a command, or the union of the configurations of several if it is unknown which one runs."""
     own = [each for each in commands if {*_programs(each)} & {*PROGRAMS}]
     commands = own or commands
     programs = {name for each in commands for name in _programs(each)}
@@ -179,14 +179,14 @@ def _configuration(commands: Sequence[Sequence[_Word]], origin: str) -> Configur
 
 
 def _behind_program(command: Sequence[_Word]) -> Sequence[_Word]:
-    """Return the words behind the program of a command: what is before it is for a launcher of processes."""
+    """Return the words after the program of a command; the words before it belong to a process launcher."""
     names = _programs(command)
     places = [number for number, each in enumerate(command) if names and each.text and each.text.endswith(names[0])]
     return command[places[0] + 1 :] if places else command
 
 
 def _values(words: Sequence[_Word]) -> Values:
-    """Return the values of arguments; one that is nowhere sure to be there may also have a value that is not known."""
+    """Return the values of arguments; one that may be missing from the command has `UNKNOWN` as a further value."""
     found: dict[str, list[object]] = {}
     sure: set[str] = set()
     for name, given, is_sure in _arguments(words):

@@ -1,4 +1,4 @@
-"""Configurations in files, told apart by their text: JSON, YAML, a shell script, a log, the `repr` of a configuration object."""
+"""Configurations in files, whose format is detected from the text: JSON, YAML, a shell script, a log, the `repr` of a configuration object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_ARGUMENTS = frozenset(
 )
 """Keys that arguments of Megatron-LM have and its configuration classes have not."""
 _SECTIONS_OF_CONFIGS = frozenset({"language_model", "model_parallel", "model"})
-"""Sections of a YAML whose keys are fields of configuration classes, whatever is beside them."""
+"""Sections of a YAML whose keys are fields of configuration classes, regardless of other sections."""
 _DEEPEST = 20
 _KINDS = (
     "JSON or YAML of Megatron's arguments or configuration, a shell script or a file of arguments, a log with the arguments of a run, "
@@ -28,7 +28,7 @@ _KINDS = (
 
 
 def read(path: Path) -> Configuration:
-    """Return what a file says of a model and of its run.
+    """Return the configuration of a model and its run in a file.
 
     Raises:
         ConfigurationError: the file cannot be read, or is none of the kinds that are known.

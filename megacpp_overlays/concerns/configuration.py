@@ -1,4 +1,4 @@
-"""A configuration as plain data: what is known of a model and of its run, and what the silence about a key means."""
+"""Configuration of a model and its run as plain data, with the meaning of a missing key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNKNOWN = _UnknownType()
 """A value that cannot be read, such as a variable of a shell that its environment sets."""
 
 ARGUMENTS_OF_A_RUN = "arguments"
-"""Stands among configuration classes for the arguments that a run printed or kept."""
+"""Entry among the names of configuration classes for the arguments that a run printed or kept."""
 FEWEST_ARGUMENTS = 300
 """Arguments that a run has at least: 0.12.0 has 420, 0.19.2 has 630. Fewer are not all of them."""
 
@@ -39,8 +39,7 @@ class Vocabulary(enum.Enum):
 class Configuration(NamedTuple):
     """Values of configuration keys, read from a file or a process, for a model and its run.
 
-    A feature is ruled out by what is said and by nothing else, so a reader that is in doubt leaves a key out, or gives it `UNKNOWN`
-    as a further value.
+    Only known values rule a feature out. So a parser that is in doubt omits a key, or gives it `UNKNOWN` as a further value.
     """
 
     origin: str
@@ -53,18 +52,18 @@ class Configuration(NamedTuple):
     """Configuration classes all of whose fields were read, and `ARGUMENTS_OF_A_RUN` where all arguments were: a key that is not
     there is none of the release."""
     decided: Mapping[str, bool] = MappingProxyType({})
-    """Features that were decided by something else than keys, such as the type of a model."""
+    """Features that were decided without keys, such as by the type of a model."""
 
 
 def of_a_run(values: Values) -> frozenset[str]:
-    """Return what `whole` is for arguments: all of a run where there are as many as a run has."""
+    """Return the value of `whole` for arguments: they are complete if there are at least `FEWEST_ARGUMENTS`."""
     return frozenset({ARGUMENTS_OF_A_RUN} if len(values) >= FEWEST_ARGUMENTS else ())
 
 
 def possible(*alternatives: Values) -> dict[str, tuple[object, ...]]:
-    """Return what keys may be where each of several records may hold.
+    """Return the possible values of keys if any of several records may hold.
 
-    A key that a record lacks is as the others have it.
+    A key that a record lacks has the values of the other records.
     """
     found: dict[str, tuple[object, ...]] = {}
     for values in alternatives:

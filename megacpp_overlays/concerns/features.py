@@ -13,7 +13,7 @@ from megacpp_overlays.frozen import NamedTuple
 
 
 class Criterion(enum.Enum):
-    """What a value is asked for."""
+    """Condition on the value of a key."""
 
     TRUE = "is on"
     GIVEN = "is not None"
@@ -25,14 +25,14 @@ class Criterion(enum.Enum):
 
 
 class Sign(NamedTuple):
-    """A key of a configuration, and what tells by its value whether a feature is on."""
+    """A key of a configuration, and the condition on its value by which a feature is on."""
 
     key: str
     criterion: Criterion
     on: tuple[object, ...] = ()
-    """Values that the feature is on with, for `ONE_OF` and `HAS`."""
+    """Values with which the feature is on, for `ONE_OF` and `HAS`."""
     off: tuple[object, ...] = ()
-    """Values that it is off with, for `ONE_OF`; any other value decides nothing."""
+    """Values with which the feature is off, for `ONE_OF`; any other value decides nothing."""
     default: tuple[object, ...] = ()
     """Default of the argument in every release of Megatron-LM that has it, as the only item; empty where there is none."""
     of: str = "TransformerConfig"
@@ -49,13 +49,13 @@ class Feature(NamedTuple):
     name: str
     """The word for it in `concerns` of a declaration."""
     title: str
-    """What a report calls it, such that `no` may stand before it."""
+    """Name of the feature in a report, worded so that `no` can precede it."""
     config: tuple[Sign, ...] = ()
     """Signs among fields of Megatron's configuration classes."""
     arguments: tuple[Sign, ...] = ()
     """Signs among arguments of Megatron-LM."""
     shows: tuple[Sign, ...] = ()
-    """Signs that show it, and rule nothing out where they are off."""
+    """Signs that show the feature, but do not rule it out where they are off."""
     classes: tuple[str, ...] = ()
     """Classes of modules whose instances are the feature; with `by_class` a model without any does not have it."""
     by_class: bool = False
@@ -63,9 +63,9 @@ class Feature(NamedTuple):
 
 GPT, HYBRID_PROGRAMS = "pretrain_gpt.py", ("pretrain_hybrid.py", "pretrain_mamba.py")
 PROGRAMS = (GPT, *HYBRID_PROGRAMS)
-"""Launchers of Megatron-LM whose arguments, and nothing else, decide what runs."""
+"""Launchers of Megatron-LM, where the arguments alone decide the configuration."""
 PROGRAM = "program"
-"""Stands among arguments for the launcher that they are given to."""
+"""Key among the arguments for the name of the launcher."""
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
 
 _OPTIMIZER, _DDP = "OptimizerConfig", "DistributedDataParallelConfig"
@@ -281,4 +281,4 @@ FEATURES: tuple[Feature, ...] = (
 
 BY_NAME: Mapping[str, Feature] = {each.name: each for each in FEATURES}
 EVERYTHING = "every model"
-"""What a declaration says that bears on every model."""
+"""Text of `concerns` in a declaration that concerns every model."""

@@ -1,4 +1,4 @@
-"""Values of configurations as text: `2`, `None`, `true` and `['a', 'b']` are what they look like, everything else is text."""
+"""Parser of configuration values in text: `2`, `None`, `true` and `['a', 'b']` are parsed, any other text stays text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ast
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None}
 _KEPT = {"none"}
-"""In lower case a word of Megatron's own, as in `--cuda-graph-impl none`."""
+"""Words that stay text in lower case, since Megatron has them as values, as in `--cuda-graph-impl none`."""
 
 
 def plain_value(text: str) -> object:
-    """Return the value that a text stands for."""
+    """Return the value that a text denotes."""
     text = text.strip()
     if text in _KEPT:
         return text

@@ -118,7 +118,7 @@ def _value(node: ast.expr, configuration: Configuration) -> Ternary:
 
 
 def _of_sign(sign: Sign, configuration: Configuration) -> Ternary:
-    """Return what a key says: of several values that it may have, what all of them say."""
+    """Return the answer of a key; undecided if its possible values give different answers."""
     values = configuration.values.get(sign.key)
     if values is None:
         owner = sign.of if configuration.vocabulary is Vocabulary.CONFIG else ARGUMENTS_OF_A_RUN

@@ -33,7 +33,7 @@ def is_printed_arguments(text: str) -> bool:
 
 
 def from_repr(text: str, origin: str) -> Configuration:
-    """Return what the configuration objects in a text say.
+    """Return the configuration of the configuration objects in a text.
 
     Raises:
         ValueError: one has no end.
@@ -50,7 +50,7 @@ def from_repr(text: str, origin: str) -> Configuration:
 
 
 def from_printed_arguments(text: str, origin: str) -> Configuration:
-    """Return what a printed list of arguments says."""
+    """Return the configuration of a printed list of arguments."""
     values = possible(*({match[1]: (plain_value(match[2]),)} for match in _ARGUMENT.finditer(text)))
     return Configuration(origin=origin, vocabulary=Vocabulary.ARGUMENTS, values=values, whole=of_a_run(values))
 
@@ -68,16 +68,16 @@ def _fields(name: str, text: str) -> Values:
 
 
 def _value(text: str) -> object:
-    """Return a value; an object that has no literal is text, as it is for `torch.bfloat16`."""
+    """Return a value; an object without a literal, such as `torch.bfloat16`, is text."""
     text = text.strip()
     return UNKNOWN if text in {"", "..."} else plain_value(text)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield what commas separate up to the bracket that closes the text.
+    """Yield the items between commas up to the closing bracket of the text.
 
     Raises:
-        ValueError: nothing closes it.
+        ValueError: there is no closing bracket.
     """
     open_ones: list[str] = []
     start, quote = 0, ""

@@ -1,6 +1,6 @@
-"""The configuration of the model that this process trains, from the objects that it has: nothing need be given.
+"""Configuration of the model that this process trains, found from its objects without arguments.
 
-Objects are looked up in one walk over the heap. Of several models, or of objects that were copied and changed, what all of them say counts.
+Objects are found in one walk over the heap. With several models, or changed copies of an object, all of their values are possible.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SIZES = {
     "tensor_model_parallel_size": "get_tensor_model_parallel_world_size",
     "context_parallel_size": "get_context_parallel_world_size",
 }
-"""Sizes, each with the function of `parallel_state` that says it of this process."""
+"""Sizes, each with the function of `parallel_state` that returns it for this process."""
 _MISSING = object()
 _KEYS = frozenset(sign.key for feature in FEATURES for sign in (*feature.config, *feature.shows))
 
 
 def of_this_process() -> Configuration | None:
-    """Return what is known of the model of this process; None where nothing of Megatron configures one."""
+    """Return the configuration of the model of this process; None where Megatron configures none."""
     bases = {name: base for name, module in _CONFIGS.items() if (base := _loaded(module, name)) is not None}
     if "TransformerConfig" not in bases:
         return None
@@ -53,7 +53,7 @@ def _loaded(module: str, name: str) -> type | None:
 
 
 def _objects(bases: dict[str, type]) -> dict[str, list[object]]:
-    """Return objects of configuration classes by their class, and modules that are features, one of each class, under no name."""
+    """Return objects of configuration classes by their class, and one module of each class that is a feature under the empty name."""
     kinds = {kind: name for name, base in bases.items() for kind in _with_subclasses(base)}
     found: dict[str, list[object]] = {**{name: [] for name in bases}, "": []}
     seen: set[type] = set()
@@ -93,7 +93,7 @@ def _field(config: object, key: str) -> object:
 
 
 def _sizes_of_groups(values: Values) -> Values:
-    """Return sizes with those that the process groups of Megatron have beside them."""
+    """Return the configured sizes together with those of Megatron's process groups."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         return {}
@@ -101,8 +101,8 @@ def _sizes_of_groups(values: Values) -> Values:
         sizes = [getattr(state, name)() for name in _SIZES.values()] if state.model_parallel_is_initialized() else []
     except Exception:  # noqa: BLE001 - a state by halves says nothing
         sizes = [UNKNOWN] * len(_SIZES)
-    beside: Values = {key: (size,) for key, size in zip(_SIZES, sizes, strict=False)}
-    return possible({key: values[key] for key in beside if key in values}, beside)
+    of_groups: Values = {key: (size,) for key, size in zip(_SIZES, sizes, strict=False)}
+    return possible({key: values[key] for key in of_groups if key in values}, of_groups)
 
 
 def _is_all_here(models: Sequence[object]) -> bool:

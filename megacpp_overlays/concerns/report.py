@@ -28,7 +28,7 @@ class Concerns(NamedTuple):
     """Answers for every overlay and gate."""
 
     origin: str
-    """What is known of the model, and from where."""
+    """Source of the configuration of the model."""
     by_id: Mapping[str, Concern]
 
     def is_concerned(self, overlay_id: str) -> bool:
@@ -93,7 +93,7 @@ def lines(found: Concerns, names: Sequence[str]) -> list[Line]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Concerns:
-    """Read what `as_dict` wrote; an answer of another version, unknown here, is undecided."""
+    """Parse the output of `as_dict`; an unknown answer, of another version, is undecided."""
     known = {each.value: each for each in Ternary}
     because_of = data.get("because", {})
     return Concerns(

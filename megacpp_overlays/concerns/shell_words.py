@@ -11,7 +11,7 @@ _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _OPERATORS = frozenset({";", "&", "|"})
 _BLANK = frozenset(" \t\r")
 HEREDOC = "<<"
-"""Stands for a document in a script, whose text is left out."""
+"""Placeholder for a here-document in a script, whose text is left out."""
 
 
 class Command(NamedTuple):
@@ -82,7 +82,7 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _quoted(text: str, at: int) -> tuple[str | None, int]:
-    """Return what a quote, an escape, a document or an expansion that begins here stands for, and where it ends; None for none.
+    """Return the text of a quote, escape, here-document or expansion that begins here, and its end; None if none begins.
 
     Raises:
         ValueError: it does not end.

@@ -1,6 +1,6 @@
-"""Models of transformers by their `config.json`: what a model is made of, and nothing about how it is trained.
+"""Features of models of transformers from their `config.json`, which describes the layers of a model and not its training.
 
-Keys decide what they name. That a part is not there is said of types of models that are known to be made without it.
+A key decides the feature that it names. A feature is ruled out only for types of models that are known to lack it.
 
 Source: the configuration classes of transformers 5.23.0
 """
@@ -35,9 +35,9 @@ _LATENT = frozenset(
 """Types of decoders with multi-latent attention in every layer."""
 _SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
 _MAMBA2 = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
-"""Types with Mamba-2 layers, beside attention that is not latent."""
+"""Types with Mamba-2 layers in addition to attention that is not latent."""
 _GATED_DELTA = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Types with gated delta nets, beside attention that is not latent."""
+"""Types with gated delta nets in addition to attention that is not latent."""
 _COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 
 
@@ -47,7 +47,7 @@ def is_config(data: Mapping[str, object]) -> bool:
 
 
 def from_mapping(data: Mapping[str, object], origin: str) -> Configuration:
-    """Return what the configuration of a model says; of a model of several parts, what that of its text says."""
+    """Return the configuration of a model; of a model with several parts, that of its text part."""
     text = data.get("text_config")
     inner = text if isinstance(text, Mapping) else data
     kind = inner.get("model_type")

@@ -1,1 +1,1 @@
-"""Other processes: what one says of itself, how ranks and children are compared with it."""
+"""Other processes: the statement of a process, and its comparison with those of ranks and children."""

@@ -1,6 +1,6 @@
 """Receipts of child processes: a file with the statement of each, in a folder that its parent reads.
 
-The folder is one that nobody else can write to, and a file in it counts only if it is what such a process writes.
+Only this user can write to the folder. A file in it counts only if it has the format of a receipt.
 A receipt is written when the process is armed and again after each decision. Forked children write theirs when they are
 forked, not when they end: `multiprocessing` ends them without running exit handlers.
 """
@@ -31,23 +31,23 @@ from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.source.trees import InstalledTree
 
 NOT_READ = "not read"
-"""Stands for the source of a target that waits: where it will come from is only known when it is imported."""
+"""Placeholder for the source of a target that waits: the source is known only after the import."""
 
 
 _MOST_BYTES = 1 << 20
-"""Of one receipt; those of today have about 20 kB."""
+"""Limit on the size of one receipt; receipts of today have about 20 kB."""
 
 
 class Receipt(NamedTuple):
-    """Statement of a process, and which process that is."""
+    """Statement of a process, with the identity of the process."""
 
     host: str
     pid: int
     ppid: int
     start: int
-    """When the process started, in the clock ticks of its host: tells it from another with a recycled id."""
+    """Start time of the process in clock ticks of its host: differs from that of another process with a recycled id."""
     image: int
-    """Where its stack begins: tells the program that runs now from one that was executed before it; 0 if unknown."""
+    """Address where its stack begins: differs between programs that were executed in one process; 0 if unknown."""
     started: str
     """`fork`: it has the memory of its parent; `exec`: it armed on its own."""
     name: str | None
@@ -55,7 +55,7 @@ class Receipt(NamedTuple):
     program: str
     """`sys.argv[0]`."""
     given: float
-    """When it wrote this, in seconds since 1970."""
+    """Time of this receipt in seconds since 1970."""
     statement: Statement
 
 
@@ -75,7 +75,7 @@ class _ReceiptWriter:
     def write_everywhere(self) -> None:
         """Write it into every folder, and never raise: the parent finds out when it demands a receipt."""
         for folder in self.folders:
-            if folder.is_dir():  # it goes when the handle of whoever asked is closed
+            if folder.is_dir():  # it is removed when the handle that asked for receipts is closed
                 self._try(folder)
 
     def _try(self, folder: Path) -> None:
@@ -97,9 +97,9 @@ class _ReceiptWriter:
     def _receipt(self) -> Receipt:
         start, image, _ = self._life
         program = sys.argv[0] if getattr(sys, "argv", None) else ""
-        told = own_statement(self._session)
+        said = own_statement(self._session)
         return Receipt(
-            this_host(), os.getpid(), os.getppid(), start, image, self._started, _name(), program, time.time(), told
+            this_host(), os.getpid(), os.getppid(), start, image, self._started, _name(), program, time.time(), said
         )
 
     def _forked(self) -> None:
@@ -116,7 +116,7 @@ def write_receipts_that_are_asked_for(session: Session) -> None:
     """Write receipts into the folder that the environment names, if it names one.
 
     Raises:
-        SettingsError: see `write_receipts`; of a child it is said and no error.
+        SettingsError: see `write_receipts`; in a child it is printed and not raised.
     """
     settings = session.settings
     if not settings.receipts:
@@ -124,7 +124,7 @@ def write_receipts_that_are_asked_for(session: Session) -> None:
     try:
         write_receipts(session, settings.receipts, make=not settings.parent_is_armed)
     except SettingsError as error:
-        # A child did not ask for it and may run as somebody else: it works on, and whoever demands its receipt is told.
+        # A child did not ask for receipts and may run as another user: it goes on, and `demand` reports the missing receipt.
         if not settings.parent_is_armed:
             raise
         with contextlib.suppress(Exception):  # a stderr that is closed or broken
@@ -136,8 +136,8 @@ def write_receipts(session: Session, folder: str | Path, *, make: bool = True) -
 
     Args:
         session: of this process.
-        folder: where to.
-        make: whether to make the folder. Only who asks for receipts does: a child must not bring back what was removed.
+        folder: the folder of the receipts.
+        make: whether to make the folder. Only the process that asks for receipts does: a child must not make a removed folder again.
 
     Raises:
         SettingsError: the folder cannot be written, or others can write to it.
@@ -204,7 +204,7 @@ def life_of(pid: int | str) -> Life | None:
 
 
 def this_life() -> Life:
-    """Return the identity of this process; without Linux, a time that nobody else can know."""
+    """Return the identity of this process; without Linux, the time in nanoseconds, which is unique."""
     return life_of("self") or Life(time.time_ns(), 0, "R")
 
 
@@ -220,7 +220,7 @@ def is_alike(image: int, other: int) -> bool:
 
 
 def read_receipts(paths: Iterable[Path]) -> list[Receipt]:
-    """Return the receipts in these files. What is none, or was just replaced by a newer one, is passed over."""
+    """Return the receipts in these files. Files that hold no receipt, or were just replaced by a newer one, are skipped."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError, ValueError, RecursionError):

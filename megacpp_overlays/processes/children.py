@@ -1,4 +1,4 @@
-"""Arming of child processes, and checks of what each of them runs.
+"""Arming of child processes, and checks of the overlays that each of them runs.
 
 A forked child inherits the seams of its parent. A child that is executed anew has none, unless it imports this package.
 `reach_children` puts a folder in front of PYTHONPATH whose `sitecustomize` arms every
@@ -91,8 +91,8 @@ def reach_children(receipts: bool | str | os.PathLike[str] = False) -> Children:
     """Arm every Python child of this environment that is started from now on, and theirs, before its first line.
 
     Args:
-        receipts: where children say what they decided: a folder, which is made if need be, or True for a fresh one
-            that goes with the handle. Without it, the folder that the parent of this process asked for, if any.
+        receipts: the folder for the receipts of children. It is made if it is missing. True: a new temporary folder, which
+            is removed when the handle is closed. False: the folder that the parent of this process named, if any.
 
     Returns:
         A handle that undoes it, and that reads and demands receipts.
@@ -117,7 +117,7 @@ class Children:
         elif receipts:
             variables[RECEIPTS] = os.path.abspath(receipts)
         self.folder = Path(variables[RECEIPTS]) if variables.get(RECEIPTS) else None
-        """Where receipts are written; None when nobody asked for any."""
+        """Folder of the receipts; None when no receipts were requested."""
         if self._is_fresh:
             atexit.register(self._remove_folder)
         if self.folder is not None:
@@ -125,7 +125,7 @@ class Children:
         self._variables = {name: variables[name] for name in (_PATH, CHILDREN, RECEIPTS) if name in variables}
         self._before = {name: os.environ.get(name) for name in self._variables}
         os.environ.update(self._variables)
-        # Some hand `sys.path` on as the PYTHONPATH of their workers: Inductor does. It stands where Python would put it.
+        # Some libraries pass `sys.path` to their workers as PYTHONPATH: Inductor does. The entry is where Python would put it.
         self._on_path = STARTUP not in sys.path
         if self._on_path:
             sys.path.insert(1, STARTUP)
@@ -145,7 +145,7 @@ class Children:
             return
         later = _handles[_handles.index(self) + 1 :]
         _handles.remove(self)
-        if later:  # what we found here is for the next one to put back
+        if later:  # the next handle restores the variables that this one found
             later[0]._take_over(self)  # noqa: SLF001
         else:
             for name, value in self._before.items():
@@ -166,7 +166,7 @@ class Children:
 
     def _put_back(self, name: str, value: str | None) -> None:
         now = os.environ.get(name)
-        if now != self._variables.get(name):  # somebody changed it after us, which stays
+        if now != self._variables.get(name):  # other code changed the variable after this handle: keep that value
             if name != _PATH or now is None or STARTUP in (value or "").split(os.pathsep):
                 return
             value = os.pathsep.join(_others(now))
@@ -196,7 +196,8 @@ class Children:
     def demand(self, processes: Iterable[Process] | None = None, timeout: float = 30.0) -> tuple[Receipt, ...]:
         """Return the receipts of children that run the code of this process, or raise.
 
-        What a child has not imported yet cannot disagree; what two processes have settled, and every setting, can.
+        A target that a child has not imported yet is no difference. Settings, and decisions on targets that both processes have
+        imported, are compared.
 
         Args:
             processes: process ids or objects of `multiprocessing` or `subprocess`, all on this host; without it,
@@ -204,7 +205,8 @@ class Children:
             timeout: how many seconds a child may take to give its receipt.
 
         Raises:
-            ChildrenError: names each child that gave none, and each difference with who holds what; says what to do.
+            ChildrenError: names each child without a receipt, and each difference with the processes that hold each value.
+                It gives advice on each.
         """
         folder = self._receipts_folder()
         given = list(multiprocessing.active_children() if processes is None else processes)
@@ -257,7 +259,7 @@ class _ChildProcess(NamedTuple):
         return self.pid
 
     def exit_code(self) -> int | None:
-        """Return how it ended; None while it runs, or when only its real parent knows."""
+        """Return the exit code of the child; None while it runs, or when only its real parent knows."""
         if isinstance(self.process, BaseProcess):
             return self.process.exitcode
         return None if isinstance(self.process, int) else self.process.poll()
@@ -269,18 +271,18 @@ class _ChildProcess(NamedTuple):
         return life.state in "ZX" if life else Path("/proc/self/stat").exists()
 
     def receipt(self, folder: Path) -> Receipt | None:
-        """Return its newest receipt, and never one of another process or of another program in the same process."""
+        """Return the child's newest receipt, never that of another process or of another program in the same process."""
         life = life_of(self.pid)
         candidates = [r for r in read_receipts(folder.glob(f"{self.pid}-*.json")) if r.host == this_host()]
         if life is not None:
             candidates = [r for r in candidates if r.start == life.start and is_alike(r.image, life.image)]
-        if not isinstance(self.process, int | BaseProcess):  # what runs there was executed, not forked
+        if not isinstance(self.process, int | BaseProcess):  # a Popen child was executed, not forked
             candidates = [r for r in candidates if r.started == "exec"]
         return max(candidates, key=lambda receipt: receipt.given, default=None)
 
 
 def _await_receipts(folder: Path, asked: Sequence[_ChildProcess], until: float) -> dict[_ChildProcess, Receipt]:
-    """Return the receipts that arrive in time. Nobody waits for a process that has ended."""
+    """Return the receipts that arrive in time. A process that has ended is not waited for."""
     found: dict[_ChildProcess, Receipt] = {}
     while True:
         ended = [each for each in asked if each.has_ended()]  # before looking: it may give one and end at once
@@ -291,14 +293,17 @@ def _await_receipts(folder: Path, asked: Sequence[_ChildProcess], until: float) 
 
 
 def _with_settled_decisions(groups: Sequence[StatementGroup]) -> list[StatementGroup]:
-    """Let what a process has not imported read as it does where it was imported first, this process before all."""
+    """Return the groups with each decision that still waits for an import replaced by the first settled decision.
+
+    This process is the first group, so its settled decisions are preferred.
+    """
     settled: dict[Any, tuple[Statement, Mapping[str, Any]]] = {}
     for group in groups:
         for each in group.statement["decisions"]:
             if not _waits(each):
                 settled.setdefault((each["id"], each["target"]), (group.statement, each))
 
-    def told(each: Mapping[str, Any], own: Statement) -> Mapping[str, Any]:
+    def with_settled(each: Mapping[str, Any], own: Statement) -> Mapping[str, Any]:
         theirs, known = settled.get((each["id"], each["target"]), (own, each))
         if not _waits(each):
             return each
@@ -309,7 +314,10 @@ def _with_settled_decisions(groups: Sequence[StatementGroup]) -> list[StatementG
 
     return [
         group._replace(
-            statement={**group.statement, "decisions": [told(d, group.statement) for d in group.statement["decisions"]]}
+            statement={
+                **group.statement,
+                "decisions": [with_settled(d, group.statement) for d in group.statement["decisions"]],
+            }
         )
         for group in groups
     ]
@@ -320,13 +328,13 @@ def _waits(decision: Mapping[str, Any]) -> bool:
 
 
 def _was_undone(decision: Mapping[str, Any], own: Statement) -> bool:
-    """Return whether it is off by a call of `undo`, which no child hears of, and not by a setting."""
+    """Return whether a decision is off by a call of `undo`, which does not reach children, and not by a setting."""
     by_mode = own["mode"] in {Mode.OFF.value, Mode.OBSERVE.value}
     return decision["decision"] == Decision.DISABLED.value and not by_mode and decision["id"] not in own["off"]
 
 
 def _report(silent: Sequence[_ChildProcess], differing: Sequence[Difference], asked: int, timeout: float) -> str:
-    """Return what is wrong with children, for whoever finds it in the log of their parent."""
+    """Return the error text about silent and differing children, for the log of their parent."""
     parts = []
     if silent:
         head = f"{len(silent)} of {asked} child processes gave no receipt within {timeout:g} s:"
@@ -335,7 +343,7 @@ def _report(silent: Sequence[_ChildProcess], differing: Sequence[Difference], as
         advice = differences.advice(differing)
         if any("undone in" in text for difference in differing for text, _ in difference.values):
             advice.append(
-                "what `undo` put back in one process stays in others: switch it off with its variable instead"
+                "`undo` in one process does not undo an overlay in others: switch it off with its variable instead"
             )
         parts += ["Child processes do not run the code of this process:", differences.table(differing, "processes")]
         parts.append("\n".join(["What to do:", *(f"- {line}" for line in advice)]))
@@ -364,10 +372,10 @@ def _why_silent(asked: _ChildProcess) -> str:
     )
 
 
-def _proc_words(pid: int, what: str) -> list[str] | None:
-    """Return what Linux keeps of a process, word by word, or None when it does not say."""
+def _proc_words(pid: int, file: str) -> list[str] | None:
+    """Return the NUL-separated words of a file of `/proc/<pid>`, or None when it cannot be read."""
     try:
-        text = Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace")
+        text = Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace")
     except OSError:
         return None
     return [word for word in text.split("\0") if word]

@@ -1,8 +1,7 @@
-"""Differences between statements or audits: what differs, who holds which value, and what to do about it.
+"""Differences between statements or audits: each with its field, its values, the holders of each value, and advice.
 
-Only root causes are told: another version explains another source, another source another verdict, and another verdict
-another decision. Independent causes are told together, because a run that stops for one of them should not have to stop
-again for the next.
+Only root causes are reported: another version explains another source, another source another verdict, and another verdict
+another decision. All independent causes are reported together, so that a run does not stop once for each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import variable_for
 
 PACKAGE = "megacpp_overlays"
-"""The subject of what concerns no overlay in particular."""
+"""Subject of a difference that concerns no single overlay."""
 
 
 class StatementGroup(NamedTuple):
@@ -89,7 +88,7 @@ _OF_PACKAGE = {
 }
 _EXPLAINED_BY = {"package_sha256": ("version",), "kernels_sha256": ("version", "package_sha256")}
 _EXPLAIN_CONSEQUENCES = ("version", "package_sha256", "mode")
-_PROBE = "the probe answers differently: compare what {module} imports, and report it"
+_PROBE = "the probe answers differently: compare the imports of {module}, and report it"
 _DECLARED = "declared"
 _OF_OVERLAY = (
     _Field("overlay_sha256", "install the same plugin everywhere", _key("overlay_sha256"), ()),
@@ -118,15 +117,15 @@ _OF_OVERLAY = (
     _Field("shape", _PROBE, _key("shape")),
     _Field(
         "decision",
-        "the code is the same: look for what else touches {module} in one process and not in another; the reasons stand "
-        "beside the values",
+        "the code is the same: look for other code that touches {module} in one process and not in another; the reasons are "
+        "next to the values",
         _key("decision"),
         shown=_with_reason,
     ),
     _Field("seams", "report it: equal source, unequal seams", _key("seams")),
     _Field(
         "around",
-        "somebody wraps, overrides or replaces seams in one process and not in another: look for what else patches {module}",
+        "other code wraps, overrides or replaces seams in one process and not in another: look for other patches of {module}",
         _around,
     ),
 )
@@ -134,7 +133,7 @@ _OF_OVERLAY = (
 
 
 def find(groups: Sequence[StatementGroup]) -> tuple[Difference, ...]:
-    """Return what is not the same in all groups, from cause to consequence."""
+    """Return the differences between the groups, from cause to consequence."""
     said = [group.statement for group in groups]
     found: list[Difference] = []
     for field, advice in _OF_PACKAGE.items():
@@ -222,7 +221,7 @@ def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[
 
 
 def _differs(values: Sequence[Any], explained: Sequence[Any] | None = None) -> bool:
-    """Return whether values differ where nothing before explains it."""
+    """Return whether values differ among groups with equal explanations."""
     first: dict[str, Any] = {}
     reasons = [None] * len(values) if explained is None else explained
     return any(first.setdefault(json.dumps(why), value) != value for why, value in zip(reasons, values, strict=True))
@@ -240,7 +239,7 @@ def _difference(
     holders: dict[str, tuple[Any, ...]] = {}
     for value, text, group in zip(values, shown or map(_plain, values), groups, strict=True):
         key = json.dumps(value)
-        texts.setdefault(key, text)  # one wording of a reason stands for all
+        texts.setdefault(key, text)  # the first wording of a reason is shown for all
         holders[key] = (*holders.get(key, ()), *group.holders)
     most_first = sorted(holders.items(), key=lambda item: (-len(item[1]), texts[item[0]]))
     return Difference(subject, field, tuple((texts[key], tuple(sorted(who))) for key, who in most_first), advice)
@@ -253,7 +252,7 @@ def _plain(value: Any) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return whole numbers as people write them: `0-3, 7`."""
+    """Return integers as ranges: `0-3, 7`."""
     ordered = sorted(numbers)
     runs = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
     ends = [[number for _, number in run] for _, run in runs]
@@ -271,8 +270,8 @@ def table(found: Sequence[Difference], holders: str = "ranks") -> str:
     """Return differences as a table with aligned columns, for a terminal or a log.
 
     Args:
-        found: what `find` returned.
-        holders: what those are called who hold a value.
+        found: the result of `find`.
+        holders: heading of the column of holders, such as `ranks`.
     """
     rows: list[tuple[str, ...]] = []
     for alike in _alike(found):
@@ -284,7 +283,7 @@ def table(found: Sequence[Difference], holders: str = "ranks") -> str:
 
 
 def advice(found: Sequence[Difference]) -> list[str]:
-    """Return what to do about each difference, a line each."""
+    """Return the advice on the differences, one line for each cause."""
     lines = []
     for alike in _alike(found):
         first, *more = _subjects(alike)
@@ -294,7 +293,7 @@ def advice(found: Sequence[Difference]) -> list[str]:
 
 
 def _alike(found: Sequence[Difference]) -> list[list[Difference]]:
-    """Return differences with one cause together: ten overlays of a package that has another version somewhere."""
+    """Group differences with one cause, such as ten overlays of a package that has another version somewhere."""
     alike: dict[tuple[Any, ...], list[Difference]] = {}
     for each in found:
         alike.setdefault(each[1:], []).append(each)
@@ -314,7 +313,7 @@ def _lines(value: str, holders: Sequence[Any]) -> list[tuple[str, str]]:
 
 
 def who(holders: Sequence[Any]) -> str:
-    """Return holders in a few words; a list that is too long for a line ends with how many there are."""
+    """Return the holders as text; a list that is too long for a line is cut and ends with their number."""
     numbers = [each for each in holders if isinstance(each, int)]
     text = ranges(numbers) if len(numbers) == len(holders) else ", ".join(map(str, holders))
     if len(text) <= _WIDEST_HOLDERS:

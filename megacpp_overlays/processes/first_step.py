@@ -4,12 +4,12 @@
                             forward pass, a rank may wait for one that waits for it: a stage of a pipeline does
     decisions are required  before the first step of any optimizer in a process: every target that the model needs has
                             been imported then, and nothing has been learned yet
-    the audit is left       by rank 0, both times, and once more when the process ends, with how often each seam was called. One that
-                            takes no step, since it evaluates, leaves it at its end alone, if it called a seam and nobody
-                            has left one that tells of calls
+    the audit is left       by rank 0, both times, and once more when the process ends, with the number of calls of each seam. A process
+                            that takes no step, since it evaluates, leaves its audit only at its end, and only if it called a seam
+                            and the file has no audit with calls
 
-What is done before a step is in `runtime.optimizers`. torch has no hook for process groups, so
-`init_process_group` is called through a wrapper where ranks are to be compared, and only there.
+The hook before the first step is in `runtime.optimizers`. torch has no hook for process groups, so
+`init_process_group` is called through a wrapper, but only where ranks are to be compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _INIT = "init_process_group"
 
 
 class FirstStep:
-    """Does what the settings of a session ask for, in this process."""
+    """Hooks of this process that compare ranks, demand decisions and write audits, as the settings of a session ask."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -52,7 +52,7 @@ class FirstStep:
         self._agreement: AgreementData | None = None
         self._model: ModelData | None = None
         self._left_in: int | None = None
-        """The process that left an audit, and will once more."""
+        """Id of the process that left an audit, and leaves it once more at its exit."""
 
     def watch(self) -> None:
         """Wait for torch, and compare the ranks at once where their group is there. Watching twice is watching once.
@@ -79,9 +79,9 @@ class FirstStep:
             self._after_every_init(module)
 
     def failed(self, name: str, error: Exception) -> None:
-        """Say that a part of torch cannot be watched (called by the hooks)."""
-        what = "ranks are not compared" if name == GROUPS else "nothing is checked before the first step"
-        logger.warning("%s could not be watched, so %s: %s: %s", name, what, type(error).__name__, error)
+        """Log that a part of torch cannot be watched (called by the hooks)."""
+        effect = "ranks are not compared" if name == GROUPS else "nothing is checked before the first step"
+        logger.warning("%s could not be watched, so %s: %s: %s", name, effect, type(error).__name__, error)
 
     def _after_every_init(self, module: ModuleType) -> None:
         original = getattr(module, _INIT)
@@ -117,10 +117,10 @@ class FirstStep:
         self._leave(audit)
 
     def _check(self) -> None:
-        """Leave the audit, and see whether what is required was decided.
+        """Leave the audit, and check that required overlays were decided as demanded.
 
         Raises:
-            RequirementError: it was not; the text names each decision.
+            RequirementError: one was not; the text names each decision.
         """
         audit = self._session.audit()
         if self._session.settings.audit and self._is_first():
@@ -135,7 +135,7 @@ class FirstStep:
             self._model = None if found is None else report.as_dict(found)
 
     def _leave(self, audit: Audit) -> None:
-        """Write the audit, where this is rank 0 and a file is named; a run does not end because it cannot be written."""
+        """Write the audit if this is rank 0 and a file is named. A failed write is logged and does not end the run."""
         path = self._session.settings.audit
         if path is None or not self._is_first():
             return
@@ -153,7 +153,10 @@ class FirstStep:
         return (self._session.settings.rank if distributed is None else distributed.get_rank()) == 0
 
     def _leave_without_a_step(self, path: Path, pid: int) -> None:
-        """Leave what a process called that took no step. Agents and helpers call nothing, and others may have left theirs."""
+        """Leave the audit of a process that took no step but called a seam.
+
+        Agents and helpers call no seam. An audit with calls, left by another process, is kept.
+        """
         if pid != os.getpid() or self._left_in == pid:
             return
         with contextlib.suppress(Exception):
@@ -163,24 +166,24 @@ class FirstStep:
                 leave(path, audit, self._agreement)
 
     def _leave_at_exit(self, path: Path, pid: int) -> None:
-        """Leave what became of it; nothing is settled now, and a forked child that ends leaves nothing."""
+        """Leave the final audit without deciding anything more; a forked child that ends leaves none."""
         if pid == os.getpid():
-            with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
+            with contextlib.suppress(Exception):  # the interpreter may be half torn down: an exit must not fail
                 leave(path, self._session.audit_as_it_stands(), self._agreement, self._model)
 
 
 def leave(path: Path, audit: Audit, agreement: AgreementData | None = None, model: ModelData | None = None) -> None:
-    """Write an audit as JSON, with what is known of the agreement of ranks and of the model.
+    """Write an audit as JSON, with the agreement of ranks and the model where they are known.
 
     Raises:
-        OSError: it cannot be written; what was there is as it was.
+        OSError: it cannot be written; a file that was there is unchanged.
     """
-    told = audit.as_dict()
+    said = audit.as_dict()
     more = {"ranks": agreement, "model": model}
-    data = {**told, **{key: value for key, value in more.items() if value is not None}}
+    data = {**said, **{key: value for key, value in more.items() if value is not None}}
     files.write_text(path, json.dumps(data, indent=2) + "\n")
 
 
-def _calls(told: AuditData) -> int:
-    """Return how often seams were called, by an audit as data."""
-    return sum(sum(each["calls"].values()) for each in told["decisions"])
+def _calls(audit: AuditData) -> int:
+    """Return the number of calls of seams in an audit as data."""
+    return sum(sum(each["calls"].values()) for each in audit["decisions"])

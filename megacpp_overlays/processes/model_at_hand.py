@@ -37,7 +37,7 @@ def is_concerned(session: Session, overlay_id: str) -> bool:
 
 
 def origin(session: Session) -> str:
-    """Return what is known of the model at start-up, and from where; empty where nothing is."""
+    """Return the source of the configuration that is known at start-up; empty where none is."""
     known = _at_startup(session)
     return "" if known is None else known.origin
 
@@ -75,10 +75,10 @@ class ModelLine:
         self._hooks = Hooks(self)
 
     def active(self, record: Record) -> bool:
-        """Wait for the first step once an overlay of Megatron-Core is active; return whether no other need be told.
+        """Watch for the first step once an overlay of Megatron-Core is active; return whether that has happened.
 
         Args:
-            record: of the overlay that is.
+            record: the record of the overlay that became active.
         """
         if record.overlay.target.distribution != DISTRIBUTION:
             return False

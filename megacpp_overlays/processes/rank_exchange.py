@@ -28,9 +28,9 @@ from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.differences import Difference, StatementGroup
 
 GRACE_S = 30.0
-"""How long a rank waits for the verdict of the judging rank after its own timeout."""
+"""Time that a rank waits for the verdict of the judging rank after its own timeout."""
 LINGER_S = 10.0
-"""How long the leader, which may host the store, waits for the others to read the verdict."""
+"""Time that the leader, which may host the store, waits for the others to read the verdict."""
 LEAST_S, MOST_S = 0.005, 1.0
 """Bounds of the time between two polls of a waiting rank."""
 QUESTIONS_PER_S = 20_000
@@ -201,7 +201,7 @@ class Exchange:
 
         Calls are counted when they end: after an interrupted call, the next one joins the same comparison, and not one
         that the others will never join. A rank that was found missing joins the comparison that others have begun since.
-        So does a rank that was interrupted in a comparison, which ended with its digest, and now has another digest.
+        So does a rank with a new digest that was interrupted in a comparison which ended with its old digest.
         """
         number = self._store.add(self._calls_of(self._rank), 0) + 1
         while self._store.check([self._key_of(number + 1, "begun")]) or self._ended_with_other_digest(number, digest):
@@ -397,10 +397,10 @@ def _differences(statements: Sequence[Mapping[str, Any]], unread: Sequence[str])
     return [[each.subject, each.field, [[v, list(who)] for v, who in each.values], each.advice] for each in found]
 
 
-_ADVICE = "resolve what else is listed and run again; if nothing else is, report it"
+_ADVICE = "resolve the other differences and run again; if there are none, report it"
 _ADVICE_UNREAD = (
-    "these ranks differ for an unknown reason: resolve what else is listed, compare what megacpp_overlays.audit() "
-    "prints on them, and report it if that is the same"
+    "these ranks differ for an unknown reason: resolve the other differences, compare the output of "
+    "megacpp_overlays.audit() on them, and report it if that is the same"
 )
 
 
@@ -442,7 +442,7 @@ def _unpack(packed: bytes) -> dict[str, Any]:
 
 
 def _numbers(text: Any, ranks: frozenset[int]) -> tuple[int, ...]:
-    """Parse what `differences.ranges` wrote about some of these ranks."""
+    """Parse the output of `differences.ranges` for some of these ranks."""
     _demand(isinstance(text, str))
     found: list[int] = []
     for part in filter(None, text.split(", ")):
@@ -455,7 +455,7 @@ def _numbers(text: Any, ranks: frozenset[int]) -> tuple[int, ...]:
 
 def _demand(holds: bool) -> None:
     if not holds:
-        raise ValueError("something in it is not what a verdict has there")
+        raise ValueError("a field of it is not that of a verdict")
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The start-up file: a `.pth` in the site-packages of an environment that arms every Python of it.
 
 `site` executes it in each process before the first line, under -I and -E, too, and whatever PYTHONPATH is. Only -S leaves it
-out. `site` prints what a `.pth` raises and goes on, so the code that the file executes ends the process itself.
+out. `site` prints the exception of a `.pth` and goes on, so the code that the file executes ends the process itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StartupFile(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is what `enable` of this copy writes."""
+        """Whether the text equals the one that `enable` of this copy writes."""
         return self.text == written(self.path)
 
     @property
@@ -66,7 +66,7 @@ def written(path: Path) -> str:
 
 
 def folders() -> list[Path]:
-    """Return the site-packages whose `.pth` files each Python of this environment executes, but for those of a user."""
+    """Return the site-packages whose `.pth` files each Python of this environment executes, without the user's own."""
     return [Path(each) for each in site.getsitepackages() if os.path.isdir(each)]
 
 

@@ -12,7 +12,7 @@ def bare(cls: type[Any], **attributes: Any) -> Any:
 
     Args:
         cls: a class without abstract methods; a `torch.nn.Module` as well.
-        attributes: what the method reads. A function stands for a method of its name, and gets no instance.
+        attributes: the attributes that the method reads. A function replaces the method of its name, and gets no instance.
 
     Raises:
         TypeError: the class has abstract methods.

@@ -1,14 +1,14 @@
-"""Count the calls of a seam, so that an audit can say whether what is active was ever used.
+"""Call counters of seams, so that an audit can report whether an active overlay was ever used.
 
-A count is an addition to a number of this process: no lock, no tensor, nothing that waits. Calls of several threads at the
+A count is an increment of an integer of this process: no lock, no tensor, no wait. Calls of several threads at the
 same instant may count as one.
 
-Before the first call a seam can be checked once more: imports are over by then, and other libraries have put in their own
-code. Where the check refuses the seam, the call goes to the original.
+Before the first call a seam can be checked once more: imports are over by then, and other libraries have made their own
+patches. Where the check refuses the seam, the call goes to the original.
 
-What a compiled graph contains is called while it is traced, and not when it runs: Dynamo runs the counting itself, as it
-does with what `torch.compiler.assume_constant_result` is given, and puts nothing of it into the graph. So a graph counts
-once for each time that it is traced. A CUDA graph counts when it is captured, and not when it is replayed.
+A seam inside of a compiled graph is counted while the graph is traced, and not when it runs: Dynamo runs the counter itself, as it
+runs functions under `torch.compiler.assume_constant_result`, and puts nothing of it into the graph. So a graph counts
+once for each trace. A CUDA graph counts when it is captured, and not when it is replayed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megacpp_overlays.runtime import dynamo
 
 
 class Calls:
-    """How often one seam was called in this process."""
+    """Number of calls of one seam in this process."""
 
     __slots__ = ("__weakref__", "check", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self.check: Callable[[], bool] | None = None
-        """Asked before the first call: whether the seam must not be used. It raises only where `strict` asks for it."""
+        """Called before the first call: returns whether the seam must not be used. It raises only where `strict` asks for it."""
         _all.add(self)
 
     def note(self) -> bool:
@@ -45,18 +45,18 @@ class Calls:
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 _proofs = threading.local()
-"""`depth`: in how many blocks of `not_counted` this thread is."""
+"""`depth`: the number of nested `not_counted` blocks in this thread."""
 
 
 def counting(function: FunctionType, original: Callable[..., Any] | None = None) -> tuple[FunctionType, Calls]:
-    """Return a function that counts and calls this one, and the count.
+    """Return a function that counts its calls and calls this one, and the count.
 
     Args:
         function: the seam.
         original: is called where the check of the count refuses the seam.
 
-    It bears the names and the place of the function: what a traceback, a profiler, and a comparison of ranks look for is
-    the seam. Its code is its own, for Dynamo keeps graphs and limits by code.
+    The new function has the name, file and line of the seam, so that tracebacks, profilers and comparisons of ranks show the
+    seam. It has its own code object, because Dynamo keeps graphs and limits by code object.
     """
     calls, instead = Calls(), original or function
 
@@ -70,7 +70,7 @@ def counting(function: FunctionType, original: Callable[..., Any] | None = None)
 
     code = _in_place_of(count.__code__, function.__code__)
     counted = FunctionType(code, function.__globals__, function.__name__, None, count.__closure__)
-    vars(counted).update(vars(function))  # what its maker wrote on it is asked of what callers reach
+    vars(counted).update(vars(function))  # callers read the attributes of the seam from the counting function
     return dynamo.alike(counted, function), calls
 
 
@@ -82,7 +82,7 @@ def _in_place_of(code: CodeType, other: CodeType) -> CodeType:
 
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
-    """Count no call that is made inside of the block, and check none: self-tests and witnesses are no use of a seam."""
+    """Neither count nor check calls inside of the block: calls of self-tests and witnesses are no use of a seam."""
     before = [(each, each.count) for each in list(_all)]
     _proofs.depth = getattr(_proofs, "depth", 0) + 1
     try:
@@ -94,7 +94,7 @@ def not_counted() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Begin at nothing: a forked child has called nothing yet."""
+    """Reset all counts to zero: a forked child has not called a seam yet."""
     for each in list(_all):
         each.count = 0
 

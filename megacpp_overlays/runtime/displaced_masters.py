@@ -175,7 +175,7 @@ def _fits_shards_of(shift: _Shift, matching: int) -> bool:
 def _short_displacement(master: Values, weight: Values, end: int) -> int:
     """Return the displacement of a parameter that has no window, or 0.
 
-    Its candidate is the number of trailing zeros: those stand for what the buffer lacked, if the parameter was its last one.
+    The candidate is the number of trailing zeros: they pad the values that the buffer lacked, if the parameter was its last one.
     """
     zeros = master.numel - end
     if not zeros or not has_many_numbers(master, end):

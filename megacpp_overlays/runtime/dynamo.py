@@ -1,24 +1,24 @@
-"""Leave no graph of torch.compile behind that was traced through code that is not there any more.
+"""Invalidation of graphs of torch.compile that were traced through replaced code.
 
-Dynamo inlines what a compiled function calls and guards only some of it. On torch 2.11 a replaced module function,
-static method, property and `forward` of an autograd function are noticed, and so is a `backward` whose function has no
-`setup_context`. A replaced method, class method, inherited method or `forward` of a module is not, nor is the
-`backward` of a function with `setup_context`: without us such a graph goes on with the old code, in silence.
+Dynamo inlines the callees of a compiled function and guards only some of them. On torch 2.11 it notices a replaced module
+function, static method, property, `forward` of an autograd function, and `backward` of a function without `setup_context`.
+It does not notice a replaced method, class method, inherited method, `forward` of a module, or `backward` of a function with
+`setup_context`: without this module such a graph silently goes on with the old code.
 
-Dynamo does not say what a graph inlined, so all graphs are dropped, and compile again when they are called. This drops
-them alone: `torch.compiler.reset` also forgets callbacks, learned dynamic shapes and CUDA graph trees that are not ours.
-It happens only when something was compiled, and not for a target that was just imported: no older graph knows it.
+Dynamo does not list the code that a graph inlined, so all graphs are dropped, and compile again when they are called. Nothing else is
+dropped: `torch.compiler.reset` also forgets callbacks, learned dynamic shapes and CUDA graph trees of other code.
+Graphs are dropped only when something was compiled, and not for a target that was just imported: no older graph contains it.
 
-What cannot be reached:
+Limits:
 
 - A CUDA graph that was captured by hand replays the kernels that were recorded.
-- What torch.export, AOTInductor, `aot_compile` or TorchScript made is a program of its own, with the code that was traced.
+- A product of torch.export, AOTInductor, `aot_compile` or TorchScript is a separate program, with the code that was traced.
 - A call that is under way keeps its code to the end, on any thread, and so does a backward pass whose forward has run.
-- A thread that enters a compiled function in the instant between the check and the drop is not seen: change overlays
+- A thread that enters a compiled function between the check and the drop is not detected: change overlays
   while other threads are not training.
-- `torch.compile(upstream.function)` holds that very function, as every other reference does; see `aliases`.
-- What a module compiled of itself while it was still being imported.
-- Dynamo's cache on disk (`caching_precompile`, off by default) compares files and not what is loaded, so it brings back
+- `torch.compile(upstream.function)` holds the original function, as every other reference does; see `aliases`.
+- Functions that a module compiled while it was still being imported are not reached.
+- Dynamo's cache on disk (`caching_precompile`, off by default) compares files and not loaded code, so it brings back
   graphs of a process without the overlay. The audit calls it a conflict. The caches of Inductor and AOTAutograd are
   keyed by the traced graph; they are right by construction.
 """
@@ -50,7 +50,7 @@ _ELSEWHERE = (
 
 
 def graphs() -> int:
-    """Return how many graphs Dynamo keeps in this process, one for each frame and set of guards."""
+    """Return the number of graphs that Dynamo keeps in this process, one for each frame and set of guards."""
     dynamo = _dynamo()
     try:
         return 0 if dynamo is None else len(_entries(dynamo, _codes(dynamo)))
@@ -62,7 +62,7 @@ def check() -> None:
     """Check that graphs can be dropped now.
 
     Raises:
-        SeamError: this thread is tracing, or another one is tracing or running what was compiled.
+        SeamError: this thread is tracing, or another thread is tracing or running a compiled graph.
     """
     with _alone():
         pass
@@ -70,14 +70,14 @@ def check() -> None:
 
 @contextlib.contextmanager
 def changing(known: int | None = None, *, dropped: Callable[[str], object] | None = None) -> Iterator[None]:
-    """Drop graphs that may contain code that is replaced inside of the block, and let no thread compile meanwhile.
+    """Drop graphs that may contain code replaced inside of the block, and keep other threads from compiling meanwhile.
 
-    If the block raises, what was compiled inside of it is dropped too: it has what is rolled back.
+    If the block raises, graphs compiled inside of it are dropped too: they contain code that is rolled back.
 
     Args:
-        known: how many graphs there were when the code was new; if there are no more now, none can contain it, and
-            nothing is done. None when any graph may contain it.
-        dropped: is told in words what was dropped, if anything was.
+        known: number of graphs when the code was new. If there are no more now, no graph can contain the code, and
+            none is dropped. None when any graph may contain it.
+        dropped: is called with a description of the dropped graphs, if there were any.
 
     Raises:
         SeamError: as for `check`; nothing was changed.
@@ -97,10 +97,10 @@ def changing(known: int | None = None, *, dropped: Callable[[str], object] | Non
 
 
 def only_inlined(function: Function) -> Function:
-    """Let Dynamo inline a function, or call it as it is, but not compile it as a frame of its own; return it.
+    """Return a function marked so that Dynamo inlines it, or calls it uncompiled, but never compiles it as its own frame.
 
     For a seam that passes calls on to an original that breaks the graph, as reads from the host do: the seam would be
-    one more frame to break in. Not for a seam that computes, since it would compute uncompiled after a break.
+    one more frame to break in. Not for a seam that computes, since it would run uncompiled after a break.
     """
     _only_inlined.add(function)
     runner: Any = sys.modules.get("torch._C._dynamo.eval_frame")
@@ -113,24 +113,24 @@ def only_inlined(function: Function) -> Function:
 
 
 def alike(function: Function, other: Callable[..., Any]) -> Function:
-    """Return a function that Dynamo is to treat as it treats another one."""
+    """Return a function, marked `only_inlined` if the other one is."""
     return only_inlined(function) if other in _only_inlined else function
 
 
 def constant(function: Function) -> Function:
-    """Let Dynamo run a function while it traces the caller, and put its result into the graph; return it.
+    """Return a function marked so that Dynamo runs it while tracing the caller and puts its result into the graph.
 
-    As `torch.compiler.assume_constant_result`, which imports Dynamo: five seconds for a process that compiles nothing.
+    Does the same as `torch.compiler.assume_constant_result`, which imports Dynamo: five seconds for a process that compiles nothing.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function, of positional arguments alone, that Dynamo calls as it is and never traces.
+    """Return a function of positional arguments that Dynamo calls uncompiled and never traces.
 
-    For a seam that computes much: traced block by block it would make a large and slow graph. Dynamo itself is not
-    imported for that, because importing it takes seconds.
+    For a seam that computes much: traced block by block it would make a large and slow graph. Dynamo is not
+    imported here, because the import takes seconds.
     """
     hidden: list[Callable[..., Any]] = []
 
@@ -145,24 +145,24 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def come_from_disk() -> bool:
-    """Return whether Dynamo brings back graphs of other processes, which may have run without an overlay."""
+    """Return whether Dynamo loads graphs of other processes from disk. Those may have run without an overlay."""
     return bool(getattr(sys.modules.get("torch._dynamo.config"), "caching_precompile", False))
 
 
 def _dynamo() -> Any:
-    """Return torch._dynamo, or None where nothing can have been compiled: it is not imported, or not completely."""
+    """Return torch._dynamo, or None if its import has not completed, so that nothing can have been compiled."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo if hasattr(dynamo, "reset") else None
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hold Dynamo's own lock, so that no other thread compiles."""
+    """Hold Dynamo's compile lock, so that no other thread compiles."""
     if (dynamo := _dynamo()) is None:
         yield
         return
     lock = dynamo.convert_frame.compile_lock
-    if not lock.acquire(blocking=False):  # waiting could be for ever: its owner may be importing what we settle
+    if not lock.acquire(blocking=False):  # never wait: the owner may be importing the target that is being decided
         raise SeamError(_ELSEWHERE)
     try:
         _refuse_while_in_use(dynamo)
@@ -178,7 +178,7 @@ def _drop(dropped: Callable[[str], object] | None) -> None:
         codes = _codes(dynamo)
         entries = _entries(dynamo, codes)
         dropping = map(dynamo.eval_frame.reset_code, codes)
-    except AttributeError:  # a torch that keeps them elsewhere: what is public forgets more, but it is right
+    except AttributeError:  # a torch that keeps them elsewhere: the public reset forgets more, but is correct
         words = "all compiled graphs"
         dynamo.reset()
     else:
@@ -193,7 +193,7 @@ def _drop(dropped: Callable[[str], object] | None) -> None:
 
 
 def _codes(dynamo: Any) -> list[CodeType]:
-    """Return every code object that Dynamo ever compiled and that still lives."""
+    """Return every live code object that Dynamo compiled."""
     references = [*dynamo.convert_frame.input_codes.seen, *dynamo.convert_frame.output_codes.seen]
     return [code for reference in references if (code := reference()) is not None]
 
@@ -203,7 +203,7 @@ def _entries(dynamo: Any, codes: list[CodeType]) -> list[Any]:
 
 
 def _refuse_while_in_use(dynamo: Any) -> None:
-    """Refuse while C code that does not expect it holds a graph: a compilation, or a call on another thread.
+    """Raise SeamError while C code may use a graph: a compilation is in progress, or another thread runs a graph.
 
     A call on this thread is safe: it is in Python now, and holds the code that it runs.
     """

@@ -1,7 +1,7 @@
 """FP8 numbers and scales inside of a quantized tensor of Transformer Engine, found without dequantizing it.
 
-Names, layouts and paddings are those of transformer-engine 2.8 to 2.20.2. Whatever is not as these releases have it is not
-read: None is returned, and the tensor's own `dequantize` says what it stands for.
+Names, layouts and paddings are those of transformer-engine 2.8 to 2.20.2. A tensor with another layout is not
+read: the result is None, and the caller uses the tensor's own `dequantize`.
 
 Standard library only at import.
 """
@@ -15,23 +15,23 @@ _E4M3 = "kFloat8E4M3"
 _BLOCK = 128
 """Channels, and in two dimensions also rows, that share a scale where there are several."""
 _PADDING = 4
-"""Scales are stored in rows of so many, or a multiple."""
+"""Rows of scales are padded to a multiple of this."""
 
 
 class Payload(NamedTuple):
-    """What a tensor of shape (*rows, dim) is stored as: numbers times scales, in float32, are what it stands for."""
+    """Storage of a quantized tensor of shape (*rows, dim): its values are the numbers times the scales, in float32."""
 
     data: Any
-    """(*rows, dim), uint8: the bits of float8_e4m3fn numbers. A view of what the tensor holds."""
+    """(*rows, dim), uint8: the bits of float8_e4m3fn numbers. A view of the tensor's buffer."""
     scale: Any
-    """float32: () for all, or (*rows, ceil(dim / 128)), any strides. A view, unless blocks are of several rows."""
+    """float32: () for all, or (*rows, ceil(dim / 128)), any strides. A view, unless blocks have several rows."""
 
 
 def held_by(tensor: Any) -> Payload | None:
-    """Return what a tensor is stored as if `dequantize` would read just that; None if it is not known to.
+    """Return the numbers and scales that `dequantize` of a tensor would read; None for an unknown class or layout.
 
     Args:
-        tensor: anything; of Transformer Engine's classes those with a scale for all numbers (Float8Tensor), and those with one
+        tensor: any value. Known are Transformer Engine's classes with one scale for all numbers (Float8Tensor), and with one
             for each 128 channels of a row, or of 128 rows (Float8BlockwiseQTensor).
     """
     import torch
@@ -90,7 +90,7 @@ def _belong_together(tensor: Any, data: Any, scale: Any) -> bool:
 
 
 def _is_gemm_ready(tensor: Any) -> bool:
-    """Return whether scales are in the order that products take, the only one since 2.11."""
+    """Return whether scales are in the order that GEMMs read, the only one since 2.11."""
     return not hasattr(tensor, "_data_format") or getattr(tensor._data_format, "name", None) == "GEMM_READY"  # noqa: SLF001
 
 

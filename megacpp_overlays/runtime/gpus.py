@@ -36,9 +36,9 @@ def capabilities() -> frozenset[Capability] | None:
 
 
 def elsewhere(majors: frozenset[int], *, known_alone: bool = False) -> Callable[[], str | None]:
-    """Return what tells a gate why no GPU of this host has one of some major compute capabilities.
+    """Return a function that gives a gate the reason why no GPU of this host has one of some major compute capabilities.
 
-    It returns None where one has.
+    It returns None where a GPU has one of them.
 
     Args:
         majors: of the devices with the defect.

@@ -1,7 +1,7 @@
-"""Gradients without autograd's engine, for what is computed while targets are imported.
+"""Gradients without autograd's engine, for self-tests that run while targets are imported.
 
 The first backward pass of a process lets the engine count the GPUs and start a thread for each. CUDA refuses a process that is forked
-after that, and a launcher may fork its ranks after its imports. So self-tests go through the graph by themselves.
+after that, and a launcher may fork its ranks after its imports. So self-tests walk the autograd graph themselves.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def gradients(result: Any, *leaves: Any) -> list[Any]:
 
 
 def _as_it_was(node: Any, given: dict[int, Any]) -> dict[int, Any]:
-    """Return the gradients of a node's results in their shapes: one that was spread for a sum is summed up."""
+    """Return the gradients of a node's results in the shapes of the results; a broadcast gradient is summed."""
     if hasattr(node, "variable"):
         return {number: each.sum_to_size(node.variable.shape) for number, each in given.items()}
-    shapes = [tuple(each.shape) for each in node._input_metadata]  # noqa: SLF001 - what the engine itself goes by
+    shapes = [tuple(each.shape) for each in node._input_metadata]  # noqa: SLF001 - the engine itself uses it
     return {number: each.sum_to_size(shapes[number]) for number, each in given.items()}
 
 

@@ -1,7 +1,7 @@
-"""CUDA graph capture: whether a stream is being captured, and what a host would read meanwhile.
+"""CUDA graph capture: whether a stream is being captured, and which operators need a value on the host.
 
-While a stream is captured, work is recorded and not run, so the host cannot look at a value. A gate that has to know
-this asks `capturing` first and leaves every other run to upstream.
+While a stream is captured, work is recorded and not run, so the host cannot read a value. A gate that needs this
+calls `capturing` first and leaves every other run to upstream.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "item", "masked
 def capturing(device: Any) -> bool:
     """Return whether work on a device is recorded into a CUDA graph now. Never initialises CUDA.
 
-    A compiler that traces the caller gets no: what it compiles stays upstream's way, and in one graph, since it cannot
-    trace the question (torch 2.11).
+    False while torch.compile traces the caller. The check cannot be traced (torch 2.11), so the compiled code keeps upstream's
+    path, and is one graph.
 
     Args:
         device: a `torch.device`. Only CUDA devices are asked, on their current stream.

@@ -1,4 +1,4 @@
-"""Answer what code of a module asks for otherwise, in this thread alone, for as long as a witness or a self-test runs."""
+"""Replacement of values that a module's code reads, in one thread, while a witness or a self-test runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Instead:
         return getattr(self._module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return what a replaced `__getitem__` does, as that of a Triton kernel, which launches on a grid."""
+        """Call a replaced `__getitem__`, such as that of a Triton kernel, which launches on a grid."""
         return vars(self).get("__getitem__", self._module.__getitem__)(key)
 
 

@@ -19,7 +19,7 @@ def wave(*shape: int) -> Any:
 def watch(bound: int, large: list[str]) -> Any:
     """Return a context that adds to `large` the name of each operator whose result has `bound` elements or more.
 
-    It sees operators of this package from outside; what they hold meanwhile is measured by their own tests.
+    It sees operators of this package from outside; their internal memory is measured by their own tests.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,11 +11,11 @@ _waiting: list[Callable[[], None]] = []
 
 
 def before_the_first_step(module: ModuleType, call: Callable[[], None]) -> None:
-    """Call a function once, before the first step; what it raises ends that step.
+    """Call a function once, before the first step; an exception of it ends that step.
 
-    torch is asked for its own hook of optimizers. A step that is compiled has a graph break there, and cannot be compiled with
-    `fullgraph=True`. The hook is taken out before the function is called, but for one behind which another library has registered
-    its own: torch goes over them meanwhile, and one that is missing ends the step with an error. It does nothing from then on.
+    This uses torch's own hook of optimizers. A compiled step has a graph break at the hook, and cannot be compiled with
+    `fullgraph=True`. The hook is removed before the function is called, unless another library has registered a hook after it:
+    torch is iterating over the hooks then, and a missing one ends the step with an error. Such a hook stays and does nothing.
 
     Args:
         module: `torch.optim.optimizer`.

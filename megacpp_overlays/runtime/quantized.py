@@ -1,11 +1,11 @@
-"""Tensors that are not what they say: wrappers whose data is quantized, and how to get the plain tensor out.
+"""Quantized wrapper tensors: recognition, and conversion to plain tensors.
 
 A tensor of Transformer Engine's `QuantizedTensor` family answers like a bf16 tensor (dtype, device, `is_contiguous`),
 but its own storage is empty: `data_ptr()` is 0 and the payload is in attributes whose names differ by recipe and
-release. It is recognised by its class, so nothing is imported to ask. Other libraries' wrappers are recognised by
-what makes them dangerous, no storage, together with a `dequantize` of their own. A wrapper without one is not opened:
+release. It is recognised by the name of its class, without an import. Wrappers of other libraries are recognised by
+an empty storage together with a `dequantize` of their own. A wrapper without a `dequantize` is not converted:
 torch's own (DTensor, AsyncCollectiveTensor, FakeTensor) and many others become plain in the first operation, and
-whoever receives one of the rest knows better than we do.
+any other is left to the code that receives it.
 
 Standard library only at import.
 """
@@ -31,9 +31,9 @@ _HALVES = ("_rowwise_storage", "_columnwise_storage")
 
 
 def is_quantized(value: object) -> bool:
-    """Return whether a value is a tensor that only looks plain, and that knows how to become so.
+    """Return whether a value is a quantized wrapper tensor that can be dequantized.
 
-    Costs a walk over the bases of its class; for `torch.Tensor` itself, ask `type(value)` first.
+    Costs a walk over the bases of its class; for `torch.Tensor` itself, check `type(value)` first.
     """
     kind = type(value)
     return _is_of_transformer_engine(kind) or (_dequantizes_itself(kind) and _has_no_storage(value))
@@ -66,7 +66,7 @@ def _has_no_storage(value: Any) -> bool:
 
 
 def dequantized(tensor: Any) -> Any:
-    """Return the plain tensor that a quantized one stands for; gradients of it reach the quantized one.
+    """Dequantize a tensor; gradients of the result reach the quantized tensor.
 
     The class's own `dequantize` is called once. In Transformer Engine it carries gradients by itself for Float8Tensor,
     MXFP8Tensor and NVFP4Tensor (2.8 to 2.20.2) and for Float8BlockwiseQTensor since 2.18; it does not for
@@ -104,7 +104,7 @@ def _straight_through() -> Any:
 
         @staticmethod
         def forward(ctx: Any, quantized: Any, plain: Any) -> Any:
-            # A new tensor: autograd marks what is returned, and this one may be an attribute of the quantized tensor.
+            # A new tensor: autograd changes the returned tensor, and `plain` may be an attribute of the quantized tensor.
             return plain.detach()
 
         @staticmethod
@@ -119,7 +119,7 @@ def _name(value: object) -> str:
 
 
 def recipe(tensor: Any) -> str:
-    """Return how a tensor is quantized, in words; for a class that is not known, its name."""
+    """Return the name of a tensor's quantization recipe; for an unknown class, the name of the class."""
     # Storages carry the name of their tensor class with Storage after it; until 2.8 with Base.
     names = [base.__name__.removesuffix("Storage").removesuffix("Base") for base in type(tensor).__mro__]
     known = next((name for name in names if name in _RECIPES), None)

@@ -2,13 +2,13 @@
 
 Upstream's backward of the fused indexer loss works out the gradient of the index scores, (batch, queries, keys), and
 then, in the same function, takes the gradients of the indexer's inputs from it. Only the second half builds four-axis
-tensors. Given a `ProxyTensor` in place of each input, upstream's own code does the first half; of the second half nothing
-is left but a few calls that cost nothing, and the tensor that they multiply with proxies is the gradient.
+tensors. Given a `ProxyTensor` in place of each input, upstream's own code does the first half. The second half becomes a few
+calls without cost, and the tensor that they multiply with proxies is the gradient.
 
-Proxies know only the calls of the bodies that were read. Whatever else is asked of them is an error: a gradient that
-was taken for something else would be wrong in silence.
+Proxies support only the calls in the upstream bodies that were read. Any other operation raises, because a wrong tensor taken for
+the gradient would go unnoticed.
 
-Standard library only: torch calls `__torch_function__` of whatever it is handed.
+Standard library only: torch calls `__torch_function__` of any argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PRODUCTS = 2
 
 
 class BackwardTrace:
-    """One run of a backward on proxies: the tensors that they stand for, and what it did with them.
+    """Record of one backward run on proxies: the tensors that they replace, and the factors they were multiplied with.
 
     It does not hold the proxies, which hold it: a cycle would keep the tensors alive.
     """
@@ -29,8 +29,10 @@ class BackwardTrace:
         """Trace a backward of tensors (queries, batch, heads, dim), (queries, batch, heads) and (keys, batch, dim).
 
         Args:
-            q: the tensors, as the backward would get them; so are the next two.
-            advice: the end of every error, for whoever reads it.
+            q: the queries, as the backward would get them.
+            weights: the weights of the heads, likewise.
+            k: the keys, likewise.
+            advice: text at the end of every error.
         """
         self.tensors, self.advice = (q, weights, k), advice
         self.factors: list[Any] = []
@@ -38,14 +40,14 @@ class BackwardTrace:
         """Whether products of queries and keys went through a relu."""
 
     def proxies(self) -> list[ProxyTensor]:
-        """Return what to call the backward with in place of q, weights and k."""
+        """Return the arguments of the backward in place of q, weights and k."""
         return [ProxyTensor(self, place) for place in range(len(self.tensors))]
 
     def gradient(self, returned: Any) -> Any:
-        """Return the gradient of the index scores, (batch, queries, keys), as a view of what was multiplied.
+        """Return the gradient of the index scores, (batch, queries, keys), as a view of the recorded factor.
 
         Args:
-            returned: what the backward returned for the proxies.
+            returned: the result of the backward for the proxies.
 
         Raises:
             RuntimeError: the backward did something else than the known ones do.
@@ -59,16 +61,16 @@ class BackwardTrace:
             raise self.refusal(f"its gradient is {tuple(self.factors[0].shape)} and not {expected}")
         return self.factors[0].squeeze(2).transpose(0, 1)
 
-    def refusal(self, what: str) -> RuntimeError:
-        """Return the error that says what was not known."""
-        return RuntimeError(f"{what}: {self.advice}")
+    def refusal(self, reason: str) -> RuntimeError:
+        """Return the error about an unknown backward, with the reason and the advice."""
+        return RuntimeError(f"{reason}: {self.advice}")
 
 
 class ProxyTensor:
-    """A value that nobody computes: whatever a known backward does with it is that value again."""
+    """Proxy for an input tensor of a backward. No value is computed: each supported operation returns the proxy."""
 
     def __init__(self, trace: BackwardTrace, place: int) -> None:
-        """Stand for the tensor at a place of the arguments."""
+        """Replace the tensor at a place of the arguments."""
         self.trace, self.place = trace, place
         self.device, self.dtype = trace.tensors[place].device, trace.tensors[place].dtype
 
@@ -76,7 +78,7 @@ class ProxyTensor:
     def __torch_function__(
         cls, function: Any, _types: Any, args: tuple[Any, ...] = (), _kwargs: Any = None
     ) -> ProxyTensor:
-        """Return the first proxy among the arguments; keep the tensor that it is multiplied with."""
+        """Return the first proxy among the arguments; record the tensor that it is multiplied with."""
         proxy: ProxyTensor = next(each for each in args if isinstance(each, ProxyTensor))
         trace, name = proxy.trace, getattr(function, "__name__", "?")
         if name == "mul" and args[1] is proxy:
@@ -93,11 +95,11 @@ class ProxyTensor:
     float = unsqueeze = sum = to = __gt__ = _same
 
     def __mul__(self, other: Any) -> ProxyTensor:
-        """Return itself: a gradient that passes a relu is multiplied with what the relu let through."""
+        """Return the proxy: the gradient of a relu is multiplied with the relu's mask, which is a proxy too."""
         return self if isinstance(other, ProxyTensor) else NotImplemented
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what is not known.
+        """Refuse any other attribute.
 
         Raises:
             AttributeError: always.
@@ -106,7 +108,7 @@ class ProxyTensor:
 
 
 def true_tensors(q: Any, weights: Any, k: Any) -> tuple[Any, Any, Any]:
-    """Return the tensors that the arguments of the score function stand for; tensors stand for themselves.
+    """Return the tensors behind the arguments of the score function; tensors are returned unchanged.
 
     Raises:
         RuntimeError: they are proxies in another order, or only some of them are.

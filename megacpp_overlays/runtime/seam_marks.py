@@ -25,12 +25,12 @@ class Mark:
     module: str = ""
     """Target module of the overlay: an overlay with several parts has one id. Empty where an older copy made it."""
     calls: Any = None
-    """How often it was called, see `calls.Calls`. None where an older copy made it, which has no such field either."""
+    """Counter of calls, see `calls.Calls`. None where an older copy made it, which has no such field either."""
 
 
 def plain_function(raw: Any) -> Any:
     """Return the function inside a staticmethod, classmethod or property; anything else as it is."""
-    # By type: a proxy answers isinstance() for what it wraps, and may raise.
+    # By type: a proxy answers isinstance() for the wrapped object, and may raise.
     if issubclass(type(raw), staticmethod | classmethod):
         return raw.__func__
     if issubclass(type(raw), property):
@@ -63,7 +63,7 @@ def mark_behind(raw: Any) -> Mark | None:
 def mark_of(raw: Any) -> Mark | None:
     """Return the mark of a replacement, or None for any other attribute."""
     function = raw if type(raw) is FunctionType else plain_function(raw)
-    if type(function) is not FunctionType:  # a proxy answers for what it wraps
+    if type(function) is not FunctionType:  # a proxy answers for the wrapped object
         return None
     mark: Mark | None = getattr(function, ATTRIBUTE, None)  # vars() would give every function a dictionary
     # By name: another copy of this package may have set it.

@@ -10,7 +10,7 @@ _MAJOR, _MINOR = 75, 76
 
 
 class Gpu(NamedTuple):
-    """What a stamp says of a GPU."""
+    """Fields of a stamp that describe a GPU."""
 
     name: str
     capability: str

@@ -47,7 +47,7 @@ def _stop(error: BaseException) -> None:
     import traceback  # noqa: PLC0415
 
     is_setting = type(error).__name__ == "SettingsError"
-    if not type(error).__module__.startswith("megacpp_overlays."):  # an error of ours says what to do
+    if not type(error).__module__.startswith("megacpp_overlays."):  # the package's own errors need no traceback
         traceback.print_exc()
     way_out = f"unset {_MEANT}"
     if _STARTUP_FILE:
@@ -75,10 +75,10 @@ def _is_here(entry: str) -> bool:
 
 
 def _run_the_next(keep: bool) -> None:
-    """Import the `sitecustomize` behind this one. That there is none is said as Python says it, and `site` expects it.
+    """Import the `sitecustomize` behind this one. Without one, Python's own ImportError is raised, which `site` expects.
 
     Args:
-        keep: leave this folder on `sys.path`, for whoever hands that on to children as their PYTHONPATH.
+        keep: leave this folder on `sys.path`, for libraries that pass `sys.path` to children as their PYTHONPATH.
     """
     ours = [(at, entry) for at, entry in enumerate(sys.path) if _is_here(entry)]
     for _, entry in ours:
