@@ -1,18 +1,18 @@
-"""Let DSA's validations answer while a CUDA graph is captured, without assuming that they pass.
+"""DSA's validations under CUDA graph capture, checked on the device instead of by the host.
 
-Outside a capture every check is upstream's own. While the current stream is captured the host cannot look at values:
+Outside a capture every check is upstream's own. While the current stream is captured the host cannot read values:
 
-Masks and key positions decide whether a fused indexer may run, and declining is an answer. A mask that the builder of
-this very forward pass made for a causal layer is contiguous by construction, and its key positions are 0, 1, 2 ...;
-the builder's result is noted by identity, and the note is asked later. An assertion that runs with every replay then holds
-the tensor to it, for PyTorch does not count every write. Without a note, as for an attention mask that came from outside, the
+Masks and key positions decide whether a fused indexer may run, and it may decline. A mask that the builder of
+the same forward pass made for a causal layer is contiguous by construction, and its key positions are 0, 1, 2 ...
+The builder's result is recorded by identity, and the record is looked up later. An assertion that runs with every replay then
+checks the tensor, because PyTorch does not count every write. Without a record, as for an attention mask of the caller, the
 fused indexer declines. The fused indexer loss of spring 2026 reads from the host itself, so it declines as well and the loss
 takes upstream's dense path.
 
 Position ids and sequence lengths raise when they do not fit, so they stay checked: on the device, by an assertion that
-is captured and runs with every replay. Rows that are one row in memory need none. Where an assertion fails, the next
-synchronisation reports a device-side assertion and the process is lost; the eager warm-up that a capture needs anyway
-says it first, with upstream's message. Lengths are exchanged by the collective that gathers the keys right after.
+is captured and runs with every replay. Rows with stride 0 need none. Where an assertion fails, the next
+synchronisation reports a device-side assertion and the process is lost. The eager warm-up that a capture needs anyway
+reports the error first, with upstream's message. Lengths are exchanged by the collective that gathers the keys right after.
 
 Not covered, and still raising under capture: packed sequences over several context-parallel ranks
 (`build_packed_allgather_cp_local_positions` counts on the host), ranks of uneven length
@@ -32,12 +32,12 @@ from megacpp_overlays.runtime.tensor_notes import TensorNotes
 from megacpp_overlays.source.trees import SourceTree
 
 FUSED_LOSS = "_fused_qk_topk_lighting_with_streaming_sparse_kl"
-"""Spring 2026 only: fused indexer and loss in one; None says that it declines."""
+"""Spring 2026 only: fused indexer and loss in one; it returns None to decline."""
 SINGLE_FILE = {name: f"_{name}" for name in (feature.POSITIONS, feature.BOUNDS, feature.MASK)}
 """Names in the single file of spring 2026."""
 
 _contiguous: TensorNotes[bool] = TensorNotes()
-"""Masks and key positions that were contiguous when their builder returned them."""
+"""Masks and key positions that a builder made, and so were contiguous when it returned them."""
 
 
 def _make_positions(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[
     ) -> Any:
         given = {"varlen_starts": varlen_starts, "varlen_ends": varlen_ends, "key_positions": key_positions}
         made = mask if varlen_starts is None else key_positions
-        # Neither of these compares anything, or both raise before they would.
+        # In these cases upstream compares nothing, or raises before a comparison.
         harmless = (mask is None) == (varlen_starts is None) or (varlen_starts is not None and varlen_ends is None)
         if harmless or not graph_capture.capturing(device):
             return original(sq=sq, skv=skv, device=device, mask=mask, **given)
@@ -117,20 +117,20 @@ def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable
         distributed.all_gather_into_tensor(lengths, length, group=cp_group)
         same = (lengths == sq).all()
         torch._assert_async(same, "DSA: sequence lengths differ across context-parallel ranks")  # noqa: SLF001
-        # If they are the same, their sum is what upstream expects without a group.
+        # If the lengths are equal, their sum is the value that upstream expects without a group.
         return original(sq=sq, skv=skv, cp_size=cp_size, cp_group=None, device=device)
 
     return dynamo.only_inlined(validate)
 
 
-def _assert_still(same: Any, what: str) -> None:
-    """Assert on the device that a tensor holds what its builder gave it."""
+def _assert_still(same: Any, name: str) -> None:
+    """Assert on the device that a tensor still holds the values of its builder."""
     import torch
 
-    torch._assert_async(same.all(), f"DSA: {what} was written to after it was built")  # noqa: SLF001
+    torch._assert_async(same.all(), f"DSA: {name} was written to after it was built")  # noqa: SLF001
 
 
-# Witnesses and self-tests: everything on the CPU, where a rehearsal stands for a capture.
+# Witnesses and self-tests: on the CPU, where a rehearsal replaces a capture.
 
 
 def _positions_case(module: ModuleType, symbol: str) -> Observation:
@@ -149,7 +149,10 @@ def _positions_case(module: ModuleType, symbol: str) -> Observation:
 
 
 def _positions_witness(module: ModuleType) -> Observation:
-    """Ask again with positions that say they are on the GPU: where upstream compares elsewhere alone, it is repaired."""
+    """Observe reads from the host, also for positions with `is_cuda` set.
+
+    An upstream that compares only positions off the GPU is repaired.
+    """
     import torch
 
     seen = _positions_case(module, feature.POSITIONS)
@@ -174,7 +177,7 @@ def _raises(call: Callable[[], Any]) -> bool:
 
 
 def _layouts(module: ModuleType, mask_symbol: str) -> Iterator[tuple[str, dict[str, Any], tuple[list[int], list[int]]]]:
-    """Yield causal layouts: name, what the builder made of it for the bounds, and the bounds by hand."""
+    """Yield causal layouts: name, arguments of the bounds as the builder made them, and the expected bounds."""
     import torch
 
     build, causal = getattr(module, mask_symbol), module.AttnMaskType.causal
@@ -213,9 +216,9 @@ def _layouts(module: ModuleType, mask_symbol: str) -> Iterator[tuple[str, dict[s
 
 
 def _bounds(module: ModuleType, symbol: str, mask_symbol: str) -> tuple[str | None, list[str]]:
-    """Return the first causal layout whose bounds are not as they should be, and what the host read for them.
+    """Return the first causal layout with wrong bounds, and the reads from the host for the bounds.
 
-    What the builder itself reads does not count: for packed sequences, that of the single file does.
+    Reads of the builder are not counted: the builder of the single file reads for packed sequences.
     """
     read: list[str] = []
     for name, given, expected in _layouts(module, mask_symbol):
@@ -228,10 +231,10 @@ def _bounds(module: ModuleType, symbol: str, mask_symbol: str) -> tuple[str | No
 
 
 def _bounds_witness(module: ModuleType, symbol: str, mask_symbol: str) -> Observation:
-    """Look whether upstream's own comparisons accept what its builder makes, since that is what a mark will say."""
+    """Check that upstream's own comparisons accept its builder's tensors, since the recorded mark will replace them."""
     differs, read = _bounds(module, symbol, mask_symbol)
     if differs is not None:
-        return Observation(broken=False, seen=f"not what is known: {differs}")
+        return Observation(broken=False, seen=f"unknown behaviour: {differs}")
     return Observation(broken=bool(read), seen=f"{len(read)} comparisons on the host for three causal layouts")
 
 
@@ -248,10 +251,10 @@ def _bounds_self_test(module: ModuleType, symbol: str, mask_symbol: str) -> Obse
 
 
 def _lengths_case(module: ModuleType) -> Observation:
-    """Ask what a process on its own can ask: the part that is left to upstream, with no group.
+    """Check the validation of lengths without a group, the part that is left to upstream and needs one process.
 
-    This shows that the function is there and takes what it is given, and no more: neither that upstream reads what it
-    gathered nor that the seam does not, since both need a group of ranks. The fingerprint in the probe says the first.
+    This shows only that the function exists and takes these arguments. That upstream reads the gathered lengths from the host, and
+    that the seam does not, needs a group of ranks. The fingerprint in the probe shows the first.
     """
     import torch
 
@@ -287,7 +290,7 @@ def _dsa_self_test(module: ModuleType) -> Observation:
 
 
 def _fused_loss_case(module: ModuleType, so_far: Observation) -> Observation:
-    """Ask the fused loss by the name of its first parameter, as a caller may; upstream's own would miss the others."""
+    """Call the fused loss with its first parameter by name, as a caller may. Upstream's own would raise for missing arguments."""
     import torch
 
     try:

@@ -1,10 +1,10 @@
-"""Compute DSA's index scores and their gradients without a tensor of all queries, heads and keys.
+"""DSA's index scores and their gradients without a tensor of all queries, heads and keys.
 
 Scores. The whole function is replaced. It returns a new float32 tensor that is not saved, because the loss adds its masks in place.
 
 Loss. Where both bodies are known, the fused indexer loss and its backward are replaced. Upstream builds the main attention's scores,
-(batch, attention heads, queries, keys), only for their softmax summed over heads; `attention_target` computes that sum. What is left,
-in blocks of queries, is (batch, queries, keys). Normalisation, divergence and reduction are upstream's own functions where it has
+(batch, attention heads, queries, keys), only for their softmax summed over heads; `attention_target` computes that sum. The remaining
+tensors, in blocks of queries, are (batch, queries, keys). Normalisation, divergence and reduction are upstream's own functions where it has
 them (see `indexer_loss`), and the sum over tensor-parallel ranks stays where upstream has it.
 
 Top-k. There the function that chooses keys is replaced as well, if its body is known. Upstream's functions make scores and masks;
@@ -18,7 +18,7 @@ Sparse loss. Since 0.19 it reads the chosen keys alone. There the autograd funct
 is known. It works in blocks of queries, whose bounds the kernels take: keys, target and loss are computed for the chosen keys, and
 the gradients come from a difference that the forward pass saves for each slot (`kernels.chosen_keys`). No tensor is (batch, queries,
 keys). That needs key bounds without a mask or key positions, attention whose heads share their keys, such as absorbed latent
-attention, and kernels that take all of it; every other call goes the way above.
+attention, and kernels that support the tensors. Every other call takes the path above.
 
 Backward alone. Where only its body is known, upstream computes the gradient of the scores, bit for bit; the gradients of queries,
 weights and keys are ours (see `score_gradient`). Where there is no such backward, as in 0.16, autograd reaches ours through the scores.
@@ -52,7 +52,7 @@ FUSED_LOSS = "FusedDSAIndexerLoss"
 """The autograd function of the loss."""
 
 _ID = "dsa-indexer-streaming"
-_ADVICE = f"{BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
+_ADVICE = f"{BACKWARD} is unknown to {_ID}; {variable_for(_ID)}=off leaves it to upstream"
 
 
 def _make_method(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -184,7 +184,7 @@ _TOLERANCE = 1e-3
 
 
 def _measure(module: ModuleType) -> tuple[list[str], str | None]:
-    """Return the operators whose result is as large as the four-axis tensor, and the first wrong result, in words.
+    """Return the operators whose result is as large as the four-axis tensor, and a description of the first wrong result.
 
     It runs on CPU tensors and overrides settings of the importing thread. It uses no random numbers, and no autograd,
     whose engine asks the driver for devices when it starts.
@@ -202,12 +202,12 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
         shapes = ((_QUERIES, _BATCH, _HEADS, _DIM), (_QUERIES, _BATCH, _HEADS), (_KEYS, _BATCH, _DIM))
         inputs = [wave(*shape) for shape in shapes]
         large: list[str] = []
-        for what, found, expected in _cases(module, inputs, large):
+        for name, found, expected in _cases(module, inputs, large):
             for one, other in zip(found, expected, strict=True):
                 if one.shape != other.shape or one.dtype != torch.float32:
-                    return large, f"{what} gives {one.dtype} of {tuple(one.shape)}"
+                    return large, f"{name} gives {one.dtype} of {tuple(one.shape)}"
                 if not (away := ((one - other).norm() / other.norm()).item()) < _TOLERANCE:
-                    return large, f"{what} is {away:.1e} away from the definition"
+                    return large, f"{name} is {away:.1e} away from the definition"
     return large, None
 
 
@@ -327,7 +327,7 @@ _TOP_K = {
     feature.EXACT_LOSS_EXTERNAL_MASS: _MARKED_TOP_K,
 }
 OTHER_TOP_K = {shape: f"{shape}-other-top-k" for shape in _WITH_LOSS}
-"""By shape, the one with a top-k that stays upstream's; no recorded tree has one."""
+"""For each shape, the one whose top-k stays upstream's. No recorded tree has such a shape."""
 
 OVERLAY = Overlay(
     id=_ID,
@@ -364,8 +364,8 @@ OVERLAY = Overlay(
         ),
         Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
         Thread(repository="NVIDIA/Megatron-LM", number=5246, state="merged 2026-06-25, made the relu optional"),
-        Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08, a cuDNN backend beside it"),
-        Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, a TileLang backend beside it"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08, adds a cuDNN backend"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, adds a TileLang backend"),
     ),
     last_validated="2026-11-21, H200, torch 2.11.0+cu130, triton 3.6.0: megatron-core 0.19.2 and dev 945f6a8f05db; x86-64 without "
     "GPU: 0.16.1 to 0.19.2, main, dev and PR 3674",

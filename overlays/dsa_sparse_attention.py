@@ -1,24 +1,24 @@
-"""Attend to the keys that DSA's indexer chose, and to no others, in absorbed attention without fused kernels.
+"""Sparse attention over the keys chosen by DSA's indexer, for absorbed attention without fused kernels.
 
-Upstream multiplies every query with every key in float32, masks what was not chosen, takes a softmax over all keys, and
+Upstream multiplies every query with every key in float32, masks the keys that were not chosen, takes a softmax over all keys, and
 multiplies with all values: several tensors of (batch, heads, queries, keys), and a mask of (batch, queries, keys). The
-seam gathers what was chosen (`megacpp_overlays.kernels.sparse_attention`), and holds nothing that grows with queries times
+seam gathers the chosen keys (`megacpp_overlays.kernels.sparse_attention`), and holds no tensor that grows with queries times
 keys. A slot counts where upstream's mask is finite: its index is no sentinel, and lies within the bounds of its query, or
-under a finite value of the additive mask, which is added; without either, the mask is causal.
+under a finite value of the additive mask, which is added. Without bounds and mask, the mask is causal.
 
-Values and gradients are upstream's to rounding. What differs:
+Values and gradients are upstream's to rounding. Differences:
 
-- A key that a query chose twice counts twice here and once upstream. A top-k chooses nothing twice.
-- An index that is no key is no choice here, and an error upstream.
-- What is no number in a key that nobody chose stays there; upstream's product of 0 and NaN spreads it.
+- A key that a query chose twice counts twice here and once upstream. A top-k chooses no key twice.
+- An index out of range of the keys is ignored here, and an error upstream.
+- A NaN in a key that no query chose has no effect here; upstream's product of 0 and NaN spreads it.
 
 A quantized query of Transformer Engine is dequantized once, with its gradient; upstream's first operation does that, too. A
-quantized key is read as it is stored where the kernel knows how (`kernels.sparse_attention.transformer_engine_keys`), and
-dequantized otherwise; numbers and gradients are the same. Whatever else is not as Megatron's own callers have it goes to upstream's function.
+quantized key is read in its stored format where the kernel supports it (`kernels.sparse_attention.transformer_engine_keys`), and
+dequantized otherwise; numbers and gradients are the same. Arguments unlike those of Megatron's own callers go to upstream's function.
 So does a call whose scores of all keys are small where the kernels were not measured, as on a CPU (see `kernels.measured.serves`).
 
 Not covered: `unfused_dsa_fn`, for keys and values of each head, which gathers by itself since 0.19. Up to 0.18 it builds all
-scores, but of as many key heads as query heads, for which multi-query attention is of no use.
+scores, but has as many key heads as query heads, for which multi-query attention is of no use.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5246
 """
@@ -35,7 +35,7 @@ from megacpp_overlays.runtime.large_results import watch, wave
 
 
 class Slots(NamedTuple):
-    """What queries chose, as the kernel takes it."""
+    """Keys chosen by queries, in the format of the kernel."""
 
     indices: Any
     """(batch, queries, slots), -1 where no key counts."""
@@ -95,13 +95,13 @@ def _taken(query: Any, key: Any, topk_indices: Any) -> Any:
     from megacpp_overlays.variables import SPARSE_ATTENTION_CHOICES, chosen
 
     indices = multi_query.to_take(topk_indices, query.device)
-    if chosen(SPARSE_ATTENTION_CHOICES) == "check":  # before masks: what is hidden later is not forgiven
+    if chosen(SPARSE_ATTENTION_CHOICES) == "check":  # before masks: a wrong index is an error even if masked
         sparse_attention.check_choices(indices, key.size(0))
     return indices
 
 
 def _read(query: Any, key: Any, topk_indices: Any) -> tuple[Any, Any, Any]:
-    """Return the indices on the device of the query, whether each is a key, and int64 ones that all are."""
+    """Return the indices on the device of the query, whether each is a valid key, and the indices clamped to valid keys as int64."""
     indices = _taken(query, key, topk_indices)
     return indices, (indices >= 0) & (indices < key.size(0)), indices.clamp(0, key.size(0) - 1).long()
 
@@ -132,7 +132,7 @@ def _within_bounds(
     if starts.shape != rows or ends.shape != rows or (positions is not None and positions.shape != (key.size(0),)):
         return None
     starts, ends = (each.to(query.device)[:, None] for each in (starts, ends))
-    if positions is None:  # bounds of keys themselves: within them an index is a key
+    if positions is None:  # the bounds are key indices: an index within them is a valid key
         indices = _taken(query, key, topk_indices)
         return _chosen(indices, (indices >= starts.clamp(min=0)) & (indices < ends.clamp(max=key.size(0))))
     indices, is_key, safe = _read(query, key, topk_indices)
@@ -173,7 +173,7 @@ _TOLERANCE = 1e-3
 def _measure(module: ModuleType) -> tuple[list[str], str | None]:
     """Return the operators whose result is as large as all scores, and the first result that is wrong.
 
-    On CPU tensors and whatever the importing thread has set: no random numbers, no autocast, and no autograd, whose
+    On CPU tensors, and independent of settings of the importing thread: no random numbers, no autocast, and no autograd, whose
     engine asks the driver for devices when it starts.
     """
     import torch
@@ -189,19 +189,19 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
     ):
         query, key = wave(_QUERIES, _BATCH, _HEADS, _DIM), wave(_KEYS, _BATCH, 1, _DIM)
         large: list[str] = []
-        for what, chosen, options, slots in _cases():
+        for name, chosen, options, slots in _cases():
             with watch(_BOUND, large):
                 found = getattr(module, feature.FUNCTION)(query, key, chosen, _SCALE, _VALUE, **options)
             true, _ = reference.attend(query.double(), key.double(), slots.indices, _SCALE, _VALUE, bias=slots.bias)
             if found.shape != true.shape or found.dtype != torch.float32:
-                return large, f"{what}: {found.dtype} of {tuple(found.shape)}"
+                return large, f"{name}: {found.dtype} of {tuple(found.shape)}"
             if not (away := ((found - true).norm() / true.norm()).item()) < _TOLERANCE:
-                return large, f"{what}: {away:.1e} away from the definition"
+                return large, f"{name}: {away:.1e} away from the definition"
     return large, None
 
 
 def _cases() -> Iterator[tuple[str, Any, dict[str, Any], Slots]]:
-    """Yield a name, indices, the masks of a call, and by hand which slots count, with sentinels among them."""
+    """Yield a name, indices with sentinels among them, the masks of a call, and the expected slots that count."""
     import torch
 
     rows = torch.arange(_QUERIES, device="cpu")
@@ -264,8 +264,8 @@ OVERLAY = Overlay(
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
         Thread(repository="NVIDIA/Megatron-LM", number=5246, state="merged 2026-06-25, brought the function"),
-        Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08, a cuDNN backend beside it"),
-        Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, a TileLang backend beside it"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08, adds a cuDNN backend"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, adds a TileLang backend"),
         Thread(
             repository="NVIDIA/Megatron-LM", number=3044, state="open when last seen, fused kernels for absorbed MLA"
         ),

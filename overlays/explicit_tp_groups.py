@@ -1,14 +1,14 @@
-"""Let modules of Megatron that were given tensor parallel groups hand on work in these, and not in the default ones.
+"""Explicit tensor parallel groups of Megatron's modules, used by the helpers that they call in place of the default group.
 
-Upstream's helpers take the default group of the process where they are given none. A cross attention builds its projections so, a
-multi-latent attention gathers latents, LLaVA cuts embeddings, and blocks and prediction layers share out what they save to
-recompute themselves. Where a model has other groups than the process, ranks that have nothing to do with each other exchange values.
+Upstream's helpers use the default group of the process where they get no group. A cross attention builds its projections in it, a
+multi-latent attention gathers latents, LLaVA splits embeddings, and blocks and prediction layers distribute activations that they
+save for recomputation. Where the groups of a model differ from those of the process, unrelated ranks exchange values.
 
-For as long as one of these runs, its thread has a note of the group that it was given, and a helper that is given none takes the
-noted one. Upstream's functions run as they are. What is saved keeps its group until it is gathered, and what a recomputed function does itself has no note.
-With the default groups all is as upstream has it.
+While one of these modules runs, a thread-local variable holds the group that the module was given, and a helper without a group uses
+it. Upstream's functions run unchanged. Saved activations keep their group until they are gathered. The variable is unset while a
+recomputed function runs. With the default groups nothing differs from upstream.
 
-The note is a thread's own and is put back as it was, so calls may be nested; `torch.compile` can read and set it.
+The variable is restored after each call, so calls may be nested. `torch.compile` can read and set it.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 """
@@ -29,13 +29,13 @@ from megacpp_overlays.runtime.in_this_thread import answer
 from megacpp_overlays.source.trees import SourceTree
 
 _here = threading.local()
-"""Has the group that a helper takes which is given none, where there is one."""
+"""`group`: the group for helpers that get none; unset or None without one."""
 _KEPT = "_explicit_tp_group"
-"""Attribute by which what is saved has its group."""
+"""Attribute of the context of a checkpoint that holds the group of its saved activations."""
 
 
 def _noted(group: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function with a note of a group, or of none."""
+    """Call a function with the thread's group set to this one, or to None."""
     before = getattr(_here, "group", None)
     _here.group = group
     try:
@@ -45,7 +45,7 @@ def _noted(group: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _given(holder: Any) -> Any:
-    """Return the tensor parallel group that something was given, under whatever name a release has for it."""
+    """Return the tensor parallel group that a module or call was given, by the attribute names of all releases."""
     for name in ("pg_collection", "model_comm_pgs"):
         if (groups := getattr(holder, name, None)) is not None:
             return getattr(groups, "tp", None)
@@ -84,7 +84,7 @@ def _saving(original: Callable[..., Any], _module: ModuleType) -> Callable[..., 
     def checkpointed(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.config
         if not config.distribute_saved_activations or config.fp8 or getattr(config, "fp4", None):
-            return original(self, *args, **kwargs)  # nothing is shared out, or by Transformer Engine
+            return original(self, *args, **kwargs)  # nothing is distributed, or Transformer Engine does it
         return _noted(_given(self), original, self, *args, **kwargs)
 
     return checkpointed
@@ -113,13 +113,13 @@ def _gathering(original: Callable[..., Any], _module: ModuleType) -> Callable[..
 
 
 class _Asked(Exception):  # noqa: N818 - it is no error
-    """What was asked is known."""
+    """Signal that ends a call of upstream once the thread's group was recorded."""
 
 
 class _Asking:
-    """Has groups, and a config that shares out; anything else of it ends the call, with the note that there is just then.
+    """Stub with groups, and a config that distributes activations. Any other attribute records the thread's group and ends the call.
 
-    What a helper makes of a note it is asked by itself: parts go in one by one, in any order.
+    The helper itself has a separate observation, because the parts of the overlay are installed one by one, in any order.
     """
 
     def __init__(self, found: list[Any], **known: Any) -> None:
@@ -130,27 +130,27 @@ class _Asking:
         raise _Asked
 
 
-def _observation(found: list[Any], group: Any, what: str) -> Observation:
+def _observation(found: list[Any], group: Any, place: str) -> Observation:
     is_right = bool(found) and all(each is group for each in found)
     return Observation(
         broken=not is_right,
-        seen=f"{'the given' if is_right else 'no'} tensor parallel group is known in {what}",
+        seen=f"{'the given' if is_right else 'no'} tensor parallel group is known in {place}",
     )
 
 
 def _observe_helper(module: ModuleType) -> Observation:
-    """Ask the helper for a group, with a note of one."""
+    """Call the helper without a group while the thread's group is set."""
     group = object()
     found = _noted(group, module.get_tensor_model_parallel_group_if_none, None, check_initialized=False)
     return _observation([found], group, "a call with a note")
 
 
-def _observe(call: Callable[[ModuleType, Any], Any], what: str) -> Callable[[ModuleType], Observation]:
-    """Return what calls something that has a group of its own, and asks which one is known in there.
+def _observe(call: Callable[[ModuleType, Any], Any], place: str) -> Callable[[ModuleType], Observation]:
+    """Return an observation that calls upstream's code with an explicit group and records the thread's group inside.
 
     Args:
-        call: gets the target module, and something that has groups and asks.
-        what: is called, in words.
+        call: gets the target module and a stub with groups that records.
+        place: description of the called code.
     """
 
     def observe(module: ModuleType) -> Observation:
@@ -159,13 +159,13 @@ def _observe(call: Callable[[ModuleType, Any], Any], what: str) -> Callable[[Mod
         config = _Asking(found, distribute_saved_activations=True, fp8=None, fp4=None)
         with contextlib.suppress(_Asked):
             call(module, _Asking(found, pg_collection=groups, model_comm_pgs=groups, tp_group=group, config=config))
-        return _observation(found, group, what)
+        return _observation(found, group, place)
 
     return observe
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    """Call a function with None for whatever else it has to be given."""
+    """Call a function with None for all other required parameters."""
     needed = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
     missing = [each for each in needed[len(given) :] if each.kind is each.POSITIONAL_OR_KEYWORD]
     function(*given, *[None] * len(missing))
@@ -182,11 +182,11 @@ def _latent(module: ModuleType, asking: Any) -> None:
 
 
 def _llava(module: ModuleType, asking: Any) -> None:
-    _call(module.LLaVAModel._process_embedding_token_parallel, asking)  # noqa: SLF001 - it is what is replaced
+    _call(module.LLaVAModel._process_embedding_token_parallel, asking)  # noqa: SLF001 - the replaced method
 
 
 def _prediction(module: ModuleType, asking: Any) -> None:
-    _call(module.MultiTokenPredictionLayer._checkpointed_forward, asking)  # noqa: SLF001 - it is what is replaced
+    _call(module.MultiTokenPredictionLayer._checkpointed_forward, asking)  # noqa: SLF001 - the replaced method
 
 
 def _layers(module: ModuleType, asking: Any) -> None:
@@ -194,11 +194,11 @@ def _layers(module: ModuleType, asking: Any) -> None:
 
 
 def _old_layers(module: ModuleType, asking: Any) -> None:
-    _call(module.TransformerBlock._checkpointed_forward, asking)  # noqa: SLF001 - it is what is replaced
+    _call(module.TransformerBlock._checkpointed_forward, asking)  # noqa: SLF001 - the replaced method
 
 
 def _checkpoint(module: ModuleType, asking: Any) -> None:
-    """Save something with a note, and gather it without."""
+    """Save with the thread's group set, and gather with it unset."""
     context = _Kept(asking)
     with _given_up(module, asking):
         with contextlib.suppress(_Asked):
@@ -207,14 +207,14 @@ def _checkpoint(module: ModuleType, asking: Any) -> None:
 
 
 class _Kept:
-    """Keeps a group, and asks at anything else that upstream wants to keep."""
+    """Context stub that keeps the group, and records at any other attribute that upstream reads or sets."""
 
     def __init__(self, asking: Any) -> None:
         vars(self)["_asking"] = asking
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != _KEPT:
-            self._asking.anything  # noqa: B018 - it asks, and raises
+            self._asking.anything  # noqa: B018 - it records, and raises
         vars(self)[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -223,7 +223,11 @@ class _Kept:
 
 @contextlib.contextmanager
 def _given_up(module: ModuleType, asking: Any) -> Iterator[None]:
-    """Let upstream ask where it sets, since 0.16.0, that it recomputes, so that it does not; and find what a module half imported lacks."""
+    """Replace two functions of upstream for a while.
+
+    The one that marks recomputation, since 0.16.0, records and raises, so that no mark is set. `is_graph_capturing` is added
+    where `cuda_graphs` is half imported and lacks it.
+    """
     ours: dict[tuple[Any, str], Any] = {}
     if (theirs := getattr(module, _SETS, None)) is not None:
         ours[module, _SETS] = answer(lambda: asking.anything, theirs)
@@ -272,8 +276,8 @@ def _part(
         ),
         concerns="tensor_parallel",
         breaks="with tensor parallel groups other than the default ones cross attention, multi-latent attention and LLaVA exchange values with ranks "
-        "of other groups, and so do layers that share out what they save to recompute",
-        retire_when="cross attention, multi-latent attention, LLaVA, and what shares out saved activations pass their own tensor parallel group",
+        "of other groups, and so do layers that distribute the activations they save for recomputation",
+        retire_when="cross attention, multi-latent attention, LLaVA, and code that distributes saved activations pass their own tensor parallel group",
         brief="work in explicit TP groups",
         until="Megatron hands groups on",
         threads=(
@@ -285,9 +289,9 @@ def _part(
 
 
 _LATENT = {"MultiLatentAttention.forward": _running}
-"""Where latents are gathered `mla-rope-key-gradient` has a seam of its own."""
+"""Seam around the forward pass. At the code that gathers latents, `mla-rope-key-gradient` has a seam of its own."""
 _SAVES = (feature.DEFAULT, feature.CHECKPOINT)
-"""Parts without which the group that a saving layer notes is not used, or not used when what it saved is gathered."""
+"""Parts that use the group of a saving layer: without them saving, or gathering the saved activations, ignores it."""
 PARTS = (
     _part(feature.DEFAULT, feature.probe, {feature.UNTOLD: {feature.HELPER: _helper}}, _observe_helper),
     _part(
@@ -311,35 +315,35 @@ PARTS = (
         feature.LLAVA,
         feature.probe_llava,
         {feature.EMBEDDINGS: {feature.LLAVA.symbol: _running}},
-        _observe(_llava, "what shares out embeddings"),
+        _observe(_llava, "the function that splits embeddings"),
         feature.DEFAULT,
     ),
     _part(
         feature.PREDICTION,
         feature.probe_prediction,
         {feature.SAVED: {feature.PREDICTION.symbol: _saving}},
-        _observe(_prediction, "a prediction layer that saves what it is given"),
+        _observe(_prediction, "a prediction layer that saves its inputs"),
         *_SAVES,
     ),
     _part(
         feature.LAYERS,
         feature.probe_layers,
         {feature.STACK: {feature.LAYERS.symbol: _saving}},
-        _observe(_layers, "a block that saves what it is given"),
+        _observe(_layers, "a block that saves its inputs"),
         *_SAVES,
     ),
     _part(
         feature.OLD_LAYERS,
         feature.probe_old_layers,
         {feature.STACK: {feature.OLD_LAYERS.symbol: _saving}},
-        _observe(_old_layers, "a block that saves what it is given"),
+        _observe(_old_layers, "a block that saves its inputs"),
         *_SAVES,
     ),
     _part(
         feature.CHECKPOINT,
         feature.probe_checkpoint,
         {feature.PIECES: {"CheckpointFunction.forward": _cutting, "CheckpointFunction.backward": _gathering}},
-        _observe(_checkpoint, "what gathers saved pieces"),
+        _observe(_checkpoint, "the function that gathers saved pieces"),
         feature.DEFAULT,
     ),
 )

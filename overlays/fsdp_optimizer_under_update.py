@@ -1,13 +1,13 @@
-"""Let Megatron-FSDP build an optimizer's state without an update.
+"""Initialization of an optimizer's state by Megatron-FSDP without an update.
 
 `fully_shard_optimizer` gives each parameter a gradient of zero and lets the optimizer step once, so that there is state for a
 checkpoint to be loaded into. That step decays weights, and it counts: Adam's first real update is corrected for the bias of a second
-one, which with its usual betas makes it 1.34 times too small. Where decay is coupled, moments hold it already.
+one, which with its usual betas makes it 1.34 times too small. Where decay is coupled, the moments already contain it.
 
-Upstream's function runs as it is, and finds a step of ours on the optimizer: its own step without learning rate and decay, after which
-groups of parameters have what they had, and counters say that there was none. That is upstream's repair on main, and a little more:
-state that was there before gets its values back, where upstream's repair takes its counter away; and so does what NAdam, ASGD and Rprop
-of torch derive from the number of steps or from the learning rate, which would make ASGD's first update none at all.
+Upstream's function runs unchanged, but the optimizer has a replaced step: the original step without learning rate and decay, which
+then restores the settings of parameter groups and resets the counters. That is upstream's repair on main, with two additions.
+State that existed before gets its values back, where upstream's repair removes its counter. State that NAdam, ASGD and Rprop of
+torch derive from the number of steps or from the learning rate is reset too; otherwise ASGD's first update would be zero.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/5974, https://github.com/NVIDIA/Megatron-LM/pull/5976
 """
@@ -24,13 +24,13 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _STEP = "step"
 _UPDATES = ("lr", "weight_decay")
-"""What a gradient of zero is updated by."""
+"""Settings by which a step with zero gradients changes weights."""
 _AT_FIRST: Mapping[str, Mapping[str, float | str]] = {
     "NAdam": {"mu_product": 1.0},
     "ASGD": {"eta": "lr"},
     "Rprop": {"step_size": "lr"},
 }
-"""State that optimizers of torch neither count nor begin with zero: a number, or the setting that it begins with."""
+"""State of torch's optimizers, other than counters, that does not begin with zero: its first value, or the setting that has it."""
 
 
 def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -55,18 +55,18 @@ def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 
 
 def _step_without_update(step: Callable[[], Any], optimizer: Any, torch: Any) -> None:
-    """Take a step that builds state, and leave all else as it is before the first one.
+    """Take a step that builds state, and restore everything else to its values before the first step.
 
     Args:
-        step: the optimizer's.
+        step: the optimizer's step.
         optimizer: has groups of parameters with settings, and state by parameter. Its gradients are zero.
-        torch: the target's.
+        torch: the `torch` of the target.
     """
     groups = [(group, _values(group)) for group in optimizer.param_groups]
     states = {param: _values(state) for param, state in optimizer.state.items()}
     for group, _ in groups:
         for key in {*_UPDATES} & {*group}:
-            # What is captured in a graph needs a tensor. The caller's own is put back: a scheduler may hold it.
+            # An optimizer in a CUDA graph needs a tensor. The caller's own is put back: a scheduler may hold it.
             is_tensor = isinstance(group[key], torch.Tensor)
             group[key] = torch.zeros_like(group[key]) if is_tensor else 0.0
     try:
@@ -84,7 +84,7 @@ def _step_without_update(step: Callable[[], Any], optimizer: Any, torch: Any) ->
 
 
 def _values(mapping: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return settings or state by name: each object, and what it holds now."""
+    """Return settings or state by name: each object, and a copy of its present value."""
     return {
         key: (each, each.clone() if hasattr(each, "clone") else each)
         for key, each in mapping.items()
@@ -98,7 +98,7 @@ def _put_back(mapping: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) ->
 
 
 def _begin(mapping: dict[str, Any], before: Mapping[str, Any], at_first: Mapping[str, float]) -> None:
-    """Set what was not there before to what it begins with."""
+    """Set new entries to their first values."""
     for key in ({*at_first} & {*mapping}) - {*before}:
         each, value = mapping[key], at_first[key]
         mapping[key] = each.fill_(value) if hasattr(each, "fill_") else type(each)(value)
@@ -116,7 +116,7 @@ _WEIGHT, _RATE, _DECAY = 2.0, 0.5, 0.25
 
 
 def observe(module: ModuleType) -> Observation:
-    """Prepare an optimizer of one weight on the CPU that decays, counts and sums what it was given, and take a step with it."""
+    """Prepare an optimizer of one weight on the CPU that decays, counts steps and sums gradients, and take a step with it."""
     import torch
 
     with torch.inference_mode(False), torch.no_grad():
@@ -141,7 +141,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 class _Decaying:
-    """What Megatron-FSDP asks of an optimizer, in one group and for one parameter, with decay of both kinds."""
+    """Minimal optimizer for Megatron-FSDP with one group and one parameter, and both coupled and decoupled decay."""
 
     def __init__(self, weight: Any) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": [weight], "lr": _RATE, "weight_decay": _DECAY}]

@@ -1,21 +1,21 @@
-"""Save the state of every parameter from where it lies, in the fully reshardable checkpoints of `DistributedOptimizer`.
+"""Offsets of parameters in the fully reshardable checkpoints of `DistributedOptimizer`, without padding of buckets.
 
-The state of a grad buffer is gathered without the padding at the ends of its buckets, and cut with numbers that count it.
-From the second bucket on every parameter gets the fp32 weights and moments of those behind it, and the last ones zeros.
-Loading goes by parameter, so not even the layout that wrote such a checkpoint reads back what it had.
+The state of a grad buffer is gathered without the padding at the ends of its buckets, but cut with offsets that include the padding.
+From the second bucket on every parameter gets the fp32 weights and moments of later parameters, and the last ones get zeros.
+Loading goes by parameter, so even the layout that wrote such a checkpoint does not read back its own state.
 
-Two seams, both around upstream's own code. While upstream cuts, it sees index maps without the padding; where no bucket has
-any, it is called untouched. Before upstream loads, the fp32 weights that were read are compared with the weights of the
-model: a checkpoint that was written broken is refused, and its parameters are named. Which ones is told by the marks in
+There are two seams around upstream's own code. While upstream cuts, it gets index maps without the padding; where no bucket has
+padding, it is called unchanged. Before upstream loads, the fp32 weights of the checkpoint are compared with the weights of the
+model: a checkpoint that was written broken is refused with the names of the wrong parameters. They are found by the marks in
 `megacpp_overlays.runtime.displaced_masters`. A model whose weights were not loaded before its optimizer, or are
-quantized, cannot be compared and is not refused. `megacpp-overlays checkpoint` asks the files alone.
+quantized, cannot be compared and is not refused. `megacpp-overlays checkpoint` reads the files alone.
 
-State that ends in zeros is no reason to refuse a parameter that may have grown: upstream fills up with zeros what a checkpoint
-has fewer rows of, and the model's new rows may have been initialised already. Which parameters may grow is said by
-`allow_shape_mismatch` of the sharded tensors that upstream makes for loading.
+State that ends in zeros is no reason to refuse a parameter that may have grown: upstream fills missing rows of a checkpoint with
+zeros, and the model's new rows may have been initialised already. Parameters that may grow have `allow_shape_mismatch` in the
+sharded tensors that upstream makes for loading.
 
-Not touched: the other formats (`dp_reshardable`, `fully_sharded_model_space`, `dp_zero_gather_scatter`, `fsdp_dtensor`),
-which are cut elsewhere.
+Other formats are not changed (`dp_reshardable`, `fully_sharded_model_space`, `dp_zero_gather_scatter`, `fsdp_dtensor`): other code
+cuts them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megacpp_overlays.feature_probes.fully_reshardable_padding import LOAD, PADD
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _NAMED = 8
-"""How many parameters an error names."""
+"""Most parameters that an error names."""
 _of_fixed_size: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-"""By optimizer the numbers of the parameters that have the same shape in every checkpoint that can be loaded."""
+"""For each optimizer, the numbers of the parameters with the same shape in every checkpoint that can be loaded."""
 
 
 class _Seen:
-    """An object as it is, but for the attributes that are given."""
+    """Proxy for an object with some attributes replaced."""
 
     def __init__(self, real: Any, **other: Any) -> None:
         vars(self).update(_real=real, **other)
@@ -54,8 +54,8 @@ def _cut_without_padding(original: Callable[..., Any], _module: ModuleType) -> C
                 _Seen(buffer, param_index_map=compact_index_map(buffer, before))
                 for buffer, before in zip(self.buffers, stripped, strict=True)
             ]
-            # A view and not an attribute that is set for a while: whatever else reads the buffers meanwhile, gathering
-            # among it, needs them as they are.
+            # A proxy and not a temporary attribute: other code that reads the buffers meanwhile, such as the gathering,
+            # needs them unchanged.
             seen = _Seen(self, buffers=buffers)
         state = original(seen, *args, **kwargs)
         _of_fixed_size[self] = of_fixed_size(state)
@@ -65,16 +65,16 @@ def _cut_without_padding(original: Callable[..., Any], _module: ModuleType) -> C
 
 
 def stripped_before(buffer: Any) -> list[int]:
-    """Return for each bucket of a grad buffer how many elements of padding the gathered state lacks before it."""
+    """Return for each bucket of a grad buffer the number of padding elements before it that the gathered state lacks."""
     paddings = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
     return [sum(paddings[:number]) for number in range(len(paddings))]
 
 
 def compact_index_map(buffer: Any, stripped: list[int]) -> dict[Any, tuple[int, int, int]]:
-    """Return where each parameter lies in the gathered state: start, stop, bucket.
+    """Return the position of each parameter in the gathered state: start, stop, bucket.
 
     Raises:
-        CheckpointError: one would lie outside of its bucket, so this is no layout that is known here.
+        CheckpointError: a parameter would lie outside of its bucket, so the layout is unknown.
     """
     found: dict[Any, tuple[int, int, int]] = {}
     starts = [sum(bucket.numel_unpadded for bucket in buffer.buckets[:number]) for number in range(len(stripped))]
@@ -100,7 +100,7 @@ def _refuse_what_was_written_broken(original: Callable[..., Any], _module: Modul
 
 
 def of_fixed_size(state: Any) -> frozenset[int]:
-    """Return the numbers of the parameters in a sharded state whose size in a checkpoint must be the one that they have.
+    """Return the numbers of the parameters in a sharded state whose size in a checkpoint must be their present size.
 
     Args:
         state: sharded tensors by the number of a parameter and by `param`, `exp_avg` and so on; None where another rank saves.
@@ -114,12 +114,12 @@ def of_fixed_size(state: Any) -> frozenset[int]:
 
 
 def check(optimizer: Any, state: Any, fixed: Collection[int] = ()) -> None:
-    """Compare the fp32 weights of a checkpoint with the weights of the model, for what this rank owns of each parameter.
+    """Compare the fp32 weights of a checkpoint with the weights of the model, for this rank's range of each parameter.
 
     Args:
         optimizer: a `DistributedOptimizer` whose model was loaded.
-        state: what was read for it: by the number of each parameter `param` (fp32, in the parameter's shape) and moments.
-        fixed: numbers of parameters that cannot have grown, so that zeros at their end are a sign.
+        state: the loaded state: by the number of each parameter `param` (fp32, in the parameter's shape) and moments.
+        fixed: numbers of parameters that cannot have grown, so that zeros at their end show a broken checkpoint.
 
     Raises:
         CheckpointError: they were written broken.
@@ -155,14 +155,14 @@ def check(optimizer: Any, state: Any, fixed: Collection[int] = ()) -> None:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise CheckpointError(
             "this checkpoint was written by a megatron-core that saves the optimizer state of other parameters in the "
-            f"place of: {', '.join(wrong[:_NAMED])}{more}; parameters too small to be told are as wrong. The model's "
+            f"place of: {', '.join(wrong[:_NAMED])}{more}; parameters too small to be checked are as wrong. The model's "
             "weights are right: load it without its optimizer state, or take another checkpoint that "
             "`megacpp-overlays checkpoint` calls right"
         )
 
 
 def _owned(optimizer: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the number of each parameter that this rank owns some of, the parameter, and what of it, in upstream's order."""
+    """Yield each parameter of which this rank owns a range, as number, parameter and range, in upstream's order."""
     number = -1
     for buffer, by_dtype in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         for buckets in by_dtype.values():
@@ -174,7 +174,7 @@ def _owned(optimizer: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _plain(parameter: Any) -> Any:
-    """Return the values of a parameter; None where they are quantized, or something else that is rounded in its own way."""
+    """Return the values of a parameter; None where they are quantized or of another type than bf16, fp16 and fp32."""
     import torch
 
     data = parameter.data
@@ -190,10 +190,10 @@ def _name_of(optimizer: Any, parameter: Any) -> str:
 
 
 def observe(module: ModuleType) -> Observation:
-    """Ask for the state of two parameters in two buckets, the first of them padded, with what was gathered given.
+    """Observe the saved state of two parameters in two buckets, the first of them padded, for a given gathered state.
 
     The constructor needs process groups and CUDA tensors, so the instance is built without it. The second bucket is longer
-    than its parameter: upstream then has no reason to fill up with zeros and to warn about it.
+    than its parameter, so that upstream does not fill up with zeros and warn.
     """
     import torch
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -1,13 +1,13 @@
-"""Recompute nothing whose gradients Megatron's local CUDA graphs would lose.
+"""Exclusion of modules from recomputation where Megatron's local CUDA graphs would lose their gradients.
 
-A local graph gives gradients to the parameters that a walk back from its outputs finds. What `CheckpointWithoutOutput` recomputes is not
-on that way, so layer norms, MLA's up projections and the gated norm of linear attention keep gradients of zero, and nothing is logged.
+A local graph gives gradients to the parameters that a walk back from its outputs finds. Modules recomputed by `CheckpointWithoutOutput`
+are not on that path, so layer norms, MLA's up projections and the gated norm of linear attention keep gradients of zero, without a log line.
 
-Where local graphs capture such a part, it is recomputed no more: before a layer is made its configuration gets a list of
-`recompute_modules` without it, and a warning says so. Gradients are right then, and activations take the memory that was to be saved.
-Nothing in a graph is changed. `moe_act` has no parameters, and what recomputes the other modules does not do so in a graph.
+Where local graphs capture such a module, it is no longer recomputed: before a layer is made, the module is removed from
+`recompute_modules` of its configuration, with a warning. Gradients are right then, at the cost of the memory that recomputation saves.
+Graphs are not changed. `moe_act` has no parameters, and the other modules are not recomputed in a graph.
 
-Graphs of Transformer Engine, and of a whole iteration, do not look for parameters in this way; they are left alone.
+Graphs of Transformer Engine, and of a whole iteration, do not look for parameters in this way and are not changed.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6373
 """
@@ -26,13 +26,13 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _IN_ATTENTION = frozenset({"mla_up_proj", "gdn_norm_out"})
 _HIDDEN = _IN_ATTENTION | {"layernorm"}
-"""What `CheckpointWithoutOutput` recomputes and has parameters that nothing else uses."""
+"""Modules that `CheckpointWithoutOutput` recomputes and whose parameters are used nowhere else."""
 _LAYERS = frozenset({"attn", "mlp", "moe"})
-"""Each of them captures whole layers of some kind, their attention included."""
+"""Graph modules that capture whole layers of some kind, attention included."""
 _ROUTERS = frozenset({"moe_router", "moe_preprocess"})
-"""They capture the norm before the experts, and no attention."""
+"""Graph modules that capture the norm before the experts, and no attention."""
 _trying = threading.local()
-"""Whether this thread makes a layer that is no user's, of which nobody is warned."""
+"""`on`: whether this thread makes a layer of an observation, for which no warning is logged."""
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def _lost(config: Any) -> tuple[str, ...]:
-    """Return what is by a configuration recomputed in a local graph that would lose its gradients."""
+    """Return the recomputed modules of a configuration whose gradients a local graph would lose."""
     if config.cuda_graph_impl != "local" or config.recompute_granularity != "selective":
         return ()
     captured = {each.name for each in (_modules(config) or ())}
@@ -64,7 +64,7 @@ def _lost(config: Any) -> tuple[str, ...]:
 
 
 def _modules(config: Any) -> Any:
-    """Return which parts are captured; 0.18.0 gave that another name, and empties the old one."""
+    """Return the modules that graphs capture. 0.18.0 renamed the field, and empties the old one."""
     return config.cuda_graph_modules if hasattr(config, "cuda_graph_modules") else config.cuda_graph_scope
 
 
@@ -74,8 +74,8 @@ def _warn(lost: tuple[str, ...]) -> None:
 
     together = distributed.is_available() and distributed.is_initialized()
     logging.getLogger("megacpp_overlays").warning(
-        "[megacpp_overlays] %slocal CUDA graphs would lose the gradients of what recompute_modules has as %s "
-        "(NVIDIA/Megatron-LM#6373): it is kept in memory and not recomputed; what to do for the memory: "
+        "[megacpp_overlays] %slocal CUDA graphs would lose the gradients of recomputed modules: %s "
+        "(NVIDIA/Megatron-LM#6373): they are kept in memory and not recomputed; to save the memory set "
         "cuda_graph_impl='none'; MEGACPP_OVERLAY_GRAPH_HIDDEN_RECOMPUTE_GRADS=off lets gradients be lost",
         f"rank {distributed.get_rank()}: " if together else "",
         ", ".join(lost),
@@ -83,7 +83,7 @@ def _warn(lost: tuple[str, ...]) -> None:
 
 
 def observe(module: ModuleType) -> Observation:
-    """Begin to make real layers with what graphs ask a configuration for: what is left to recompute with them, and without?"""
+    """Observe `recompute_modules` after the constructors of real layers have begun, with local graphs and without graphs."""
     found = {graphs: _left(module, graphs) for graphs in ("local", "none")}
     return Observation(
         broken=found != {"local": ["core_attn"], "none": ["layernorm", "core_attn"]},
@@ -92,15 +92,15 @@ def observe(module: ModuleType) -> Observation:
 
 
 class _EnoughError(Exception):
-    """Ends a constructor."""
+    """Signal that ends a constructor."""
 
 
 def _left(module: Any, graphs: str) -> list[str]:
-    """Return what is to be recomputed when a layer's own constructor has begun."""
+    """Return `recompute_modules` once a layer's own constructor has begun."""
 
     class Begun(module.TransformerLayer):  # type: ignore[misc]
         def __setattr__(self, name: str, value: Any) -> None:
-            raise _EnoughError  # it can make nothing of no parts
+            raise _EnoughError  # the constructor cannot go on without submodules
 
     config = SimpleNamespace(
         cuda_graph_impl=graphs,

@@ -1,12 +1,12 @@
-"""Tell the MoE layers of Megatron's hybrid model that are for multi-token prediction that they are.
+"""Flag `is_mtp_layer` on MoE layers for multi-token prediction in Megatron's hybrid model.
 
-With `mtp_use_repeated_layer` one layer stands for all predictions. Its router divides its balancing loss by their number if it knows
-that it predicts, and the hybrid model's stack tells attention layers and no MoE layers. So that loss counts once for each prediction,
-and with one layer for each prediction or with one for all it is logged for a layer of the decoder.
+With `mtp_use_repeated_layer` one layer makes all predictions. Its router divides its balancing loss by their number if `is_mtp_layer`
+is set, but the hybrid model's stack passes the flag to attention layers and not to MoE layers. So the loss counts once for each
+prediction. With one layer for each prediction, or with one for all, it is logged for a layer of the decoder.
 
-The constructor runs as it is, and the flag is set on what it made. Upstream's logs have a place for each prediction, and a layer's
-number in the pattern may be greater; the last place is taken then, as on dev, where upstream's own repair on main ends in an
-IndexError. Stacks of the decoder are left alone.
+The constructor runs unchanged, and the flag is set on the layers that it made. Upstream's logs have an entry for each prediction, and
+a layer's number in the pattern may be greater. It is clamped to the last entry then, as on dev. Upstream's own repair on main ends
+in an IndexError there. Stacks of the decoder are unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 
 
 def _tell(layer: Any, predictions: int | None) -> None:
-    """Set the flag on all parts of a layer that have it, and give its routers a place in the logs."""
+    """Set the flag on all submodules of a layer that have it, and clamp the layer numbers of its routers to entries of the logs."""
     for part in layer.modules():
         if getattr(part, "is_mtp_layer", None) is False:
             part.is_mtp_layer = True
@@ -41,26 +41,26 @@ def _tell(layer: Any, predictions: int | None) -> None:
 
 
 def witness(module: ModuleType) -> Observation:
-    """Let the real stack make two MoE layers for a prediction: are they told?"""
+    """Read the flags of two MoE layers that the real stack makes for a prediction."""
     found = _made(module, predicts=True)
     return Observation(
-        broken=[told for told, _ in found] != [True, True],
-        seen=f"whether MoE layers of a prediction are told that they are: {[told for told, _ in found]}",
+        broken=[flag for flag, _ in found] != [True, True],
+        seen=f"is_mtp_layer of the MoE layers of a prediction: {[flag for flag, _ in found]}",
     )
 
 
 def self_test(module: ModuleType) -> Observation:
-    """Do so again, and for the decoder, and ask for their places in logs of one prediction, too."""
+    """Read the flags and layer numbers of MoE layers of one prediction and of the decoder."""
     found = {predicts: _made(module, predicts=predicts) for predicts in (True, False)}
     right = found == {True: [(True, 1), (True, 1)], False: [(False, 1), (False, 2)]}
     return Observation(
         broken=not right,
-        seen=f"what MoE layers are told, and their places: for one prediction {found[True]}, for the decoder {found[False]}",
+        seen=f"is_mtp_layer and layer number of MoE layers: for one prediction {found[True]}, for the decoder {found[False]}",
     )
 
 
 def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
-    """Let a stack make two layers of parts that note what they are told, and return that and their numbers."""
+    """Let a stack make two layers of recording stubs; return the flag and the number of each."""
     import torch
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -70,7 +70,7 @@ def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
             self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
 
         def attach_and_log_load_balancing_loss(self) -> None:
-            """Stand for the router, which has such a method."""
+            """Mark the stub as a router, which has this method."""
 
     moe = module.LayerSymbols.MOE
     stack = module.HybridStack(
@@ -85,7 +85,7 @@ def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
 
 
 class _BlockConfig(SimpleNamespace):
-    """Has None for whatever else upstream asks for."""
+    """Config whose missing attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None

@@ -1,13 +1,15 @@
-"""Let experts of Megatron's latent MoE begin as other inner projections do: off unless its variable says `on`.
+"""Initialization of `linear_fc2` of experts in Megatron's latent MoE with `init_method`: off unless its variable is `on`.
 
-With `moe_latent_size` experts write a latent, and `fc2_latent_proj` of the layer takes what they wrote to the residual. That begins with
-`output_layer_init_method`, whose deviation is divided by the root of twice the number of layers so that the residual does not grow with
-them. The experts' own `linear_fc2` begins with it as well, so the residual gets from routed experts what was made small twice.
+With `moe_latent_size` experts write a latent, and `fc2_latent_proj` of the layer projects the latent to the residual. This projection is
+initialized by `output_layer_init_method`, whose standard deviation is divided by the root of twice the number of layers so that the
+residual does not grow with them. The experts' own `linear_fc2` is initialized by it as well, so the output of routed experts is scaled
+down twice.
 
-The constructor runs as it is. What builds `linear_fc2` gets `init_method` where the layer is an expert of a latent MoE, as upstream's open pull
-request has it, and what it was given everywhere else. Both draw as many random numbers, so all other weights are the same.
+The constructor runs unchanged. The builder of `linear_fc2` gets `init_method` where the layer is an expert of a latent MoE, as in
+upstream's open pull request, and its own arguments everywhere else. Both methods draw as many random numbers, so all other weights are
+the same.
 
-It is off by default because models were tuned, and trained, as it is.
+The overlay is off by default because models were tuned, and trained, with upstream's initialization.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6278, https://github.com/NVIDIA/Megatron-LM/issues/5225
 """
@@ -43,7 +45,7 @@ def _make_grouped(original: Callable[..., Any], _module: ModuleType) -> Callable
 
 
 def _inner(submodules: Any, config: Any) -> Any:
-    """Return builders of which the one of `linear_fc2` makes an inner projection, where experts read a latent."""
+    """Return the builders of the parts; where experts write a latent, `linear_fc2` gets `init_method`."""
     if config.moe_latent_size is None:
         return submodules
     build = submodules.linear_fc2
@@ -61,7 +63,7 @@ _INNER, _OUTPUT = "inner", "output"
 
 def _observe(make: Callable[..., Any]) -> Callable[[ModuleType], Observation]:
     def observe(module: ModuleType) -> Observation:
-        """Make experts of a latent MoE, and what is none, of projections that note how they are to begin."""
+        """Build experts of a latent MoE and other MLPs with stubs that record the initialization of projections."""
         found = {each: _begins(make, module, *each) for each in ((2, True), (None, True), (2, False))}
         seen = ", ".join(map(str, found[2, True]))
         return Observation(
@@ -78,13 +80,13 @@ def _observe(make: Callable[..., Any]) -> Callable[[ModuleType], Observation]:
 
 
 def _begins(make: Callable[..., Any], module: ModuleType, latent: int | None, is_expert: bool) -> list[Any]:
-    """Return with what both projections are told to begin.
+    """Return the initialization methods that both projections get.
 
     Args:
         make: calls the constructor.
         module: the target.
-        latent: how wide the latent is.
-        is_expert: whether the layer is told that it is one.
+        latent: width of the latent, or None.
+        is_expert: value of the constructor's argument of this name.
     """
     found: list[Any] = []
 
@@ -112,11 +114,11 @@ def _grouped(module: ModuleType, config: Any, submodules: Any, _is_expert: bool)
 
 
 class _Builders(SimpleNamespace):
-    """What builds the parts of an expert."""
+    """Builders of the parts of an expert."""
 
 
 class _LayerConfig(SimpleNamespace):
-    """Has None for whatever else upstream asks for."""
+    """Config whose missing attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -144,7 +146,7 @@ def _part(
             "output of experts is too small at initialization",
         ),
         concerns="experts and latent_experts",
-        breaks="routed experts of a latent MoE begin as if their latent were the residual, so what they add to that is scaled down twice",
+        breaks="routed experts of a latent MoE begin as if their latent were the residual, so their output is scaled down twice",
         retire_when="linear_fc2 of an expert that writes a latent begins with init_method",
         brief="how latent MoE experts begin",
         until="they begin with init_method",

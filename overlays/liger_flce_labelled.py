@@ -1,19 +1,19 @@
-"""Liger's fused linear cross entropy computes labelled tokens alone, for every reduction, with this package's kernel.
+"""Liger's fused linear cross entropy over labelled tokens alone, for every reduction, with this package's kernel.
 
-The seam is the function that Liger's autograd function calls for losses and, for a mean and a sum, gradients: those
-are there when the forward pass ends, as upstream's are, and upstream's backward pass multiplies them by what arrives. Losses,
-z-losses, gradients and the token accuracy are upstream's to rounding, and nearer to the truth: the weight gradient is one
-product for each class, summed in float32, whatever `accum_dtype` says. The host does not wait for the number of labels.
+The seam is the function that Liger's autograd function calls for losses and, for a mean and a sum, gradients. The gradients
+are complete when the forward pass ends, as upstream's are, and upstream's backward pass multiplies them by the incoming gradient. Losses,
+z-losses, gradients and the token accuracy are upstream's to rounding, and more accurate: the weight gradient is one
+product for each class, summed in float32 for any `accum_dtype`. The host does not wait for the number of labels.
 
 Upstream's own code serves
 
-- GPUs of another compute capability than 9, and another Triton than 3.6, for which nothing was measured; the log says so once.
-- predicted tokens, which want the first of equal logits, and the token accuracy under a softcap.
+- GPUs of another compute capability than 9, and another Triton than 3.6, which were not measured; the log says so once.
+- predicted tokens, which need the first of equal logits, and the token accuracy under a softcap.
 - a mean with class weights and a z-loss, which upstream divides by two numbers.
 - a backend that is named by the caller (`ce_impl`, `ce_mode`), and arguments that upstream may refuse.
 
 A label that ties with another class for the highest logit counts as right; upstream counts the class that comes first. Where
-hidden states want no gradient and the output layer does, it gets one; upstream then has none for either.
+hidden states need no gradient and the output layer does, it gets one; upstream then has none for either.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _make_forward(original: Callable[..., Any], module: ModuleType) -> Callable[
     def fused_linear_cross_entropy_forward(*args: Any, **kwargs: Any) -> Any:
         given = liger.named(names, defaults, args, kwargs)
         if given is None or not _is_served(given):
-            return original(*args, **kwargs)  # which says what does not fit
+            return original(*args, **kwargs)  # upstream raises for arguments that do not fit
         return compute(given)
 
     return fused_linear_cross_entropy_forward
@@ -101,16 +101,16 @@ def _compute(given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _wanted(given: Mapping[str, Any]) -> Wanted | None:
-    """Return which gradients are computed, by what the function is told or, if nothing, by what its arguments want."""
+    """Return the gradients to compute: those that the caller asks for or, by default, those that the arguments require."""
     from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
 
     x, weight, bias = given["_input"], given["weight"], given["bias"]
-    told, of_weight = given["compute_gradients"], given["weight_requires_grad"]
+    asked, of_weight = given["compute_gradients"], given["weight_requires_grad"]
     found = Wanted(
-        hidden=x.requires_grad if told is None else told,
+        hidden=x.requires_grad if asked is None else asked,
         hidden_dtype=x.dtype,
-        weight=told is not False and (weight.requires_grad if of_weight is None else of_weight),
-        bias=told is not False and bias is not None and (bias.requires_grad or told is True),
+        weight=asked is not False and (weight.requires_grad if of_weight is None else of_weight),
+        bias=asked is not False and bias is not None and (bias.requires_grad or asked is True),
     )
     return found if found.hidden or found.weight or found.bias else None
 
@@ -122,14 +122,14 @@ def _reduced(losses: torch.Tensor, reduction: str, divisor: torch.Tensor | None)
 
 
 def _accuracy(call: liger.Call, found: Forward, reduction: str) -> torch.Tensor:
-    """Return which tokens have their label's logit highest, float32; the share of them among labelled ones if reduced."""
+    """Return 1.0 for each token whose label has the highest logit, float32; the fraction of labelled tokens if reduced."""
     labelled = call.labels != call.terms.ignore_index
     right = (labelled & (found.statistics.label_logit == found.statistics.maximum)).float()
     return right if reduction == "none" else right.sum() / labelled.sum()
 
 
 def _is_served(given: Mapping[str, Any]) -> bool:
-    """Return whether these arguments are served here, all that they ask for."""
+    """Return whether the kernel computes everything that these arguments ask for."""
     chunks = given.get("chunk_mem_const", 1)
     return (
         given["reduction"] in _REDUCTIONS
@@ -153,7 +153,7 @@ def _is_measured(device: torch.device) -> bool:
 
 
 def _witness(module: ModuleType) -> Observation:
-    """Look at the loaded objects. Running upstream's passes would launch kernels."""
+    """Inspect the loaded objects. Running upstream's passes would launch kernels."""
     exported = getattr(sys.modules.get("liger_kernel.ops"), per_token.FUNCTION, getattr(module, per_token.FUNCTION))
     if exported is not getattr(module, per_token.FUNCTION):
         return Observation(broken=False, seen=f"liger_kernel.ops exports the one of {exported.__module__}")
@@ -165,19 +165,19 @@ def _witness(module: ModuleType) -> Observation:
 
 _LOG_3 = math.log(3)
 _LOSS = math.log(80 / 3)
-"""Of the three labelled tokens of the self-test together."""
+"""Sum of the losses of the three labelled tokens of the self-test."""
 _SLOPES = (-0.25, 0.9, 0.0, -0.5)
 """Gradients of the first logits of its tokens."""
 
 
 def _self_test(module: ModuleType) -> Observation:
-    """Compute four tokens as upstream's autograd function asks for them, for each reduction.
+    """Compute four tokens with the arguments of upstream's autograd function, for each reduction.
 
     Hidden size 1, two classes, weights (ln 3, 0): a token with hidden state x has probabilities
     3**x / (3**x + 1) and 1 / (3**x + 1). Of x = 1, 2, 1, 0 the third token is ignored; the labels of the others are 0, 1 and 0,
     and all but the second have a highest logit, the last one a tie.
 
-    In float64, which neither autocast nor Triton's interpreter takes part in.
+    In float64, which neither autocast nor Triton's interpreter affects.
     """
     import torch
 

@@ -1,12 +1,12 @@
-"""Keep what Mamba-2's Triton kernels index below 2**31 elements, and say so aloud where that cannot be done.
+"""Limit of 2**31 elements on tensors that Mamba-2's Triton kernels index with 32 bits.
 
-Offsets in these kernels are products of 32 bits. What reaches over 2**31 elements is read from, and written to, some place before
-the tensor: results are wrong without an error, or the run ends with an illegal access. A view counts for what it spans: `dt` and
-`z` are views of the whole input projection, so 95 thousand tokens are too many where that is 22656 wide, in one row or in several.
+Offsets in these kernels are products of 32 bits. Elements beyond 2**31 are read from, and written to, addresses before
+the tensor: results are wrong without an error, or the run ends with an illegal access. A view counts with its whole span: `dt` and
+`z` are views of the input projection, so 95 thousand tokens are too many where the projection is 22656 wide, in one row or in several.
 
-Around upstream's functions, and only where something reaches too far: views are made contiguous, rows of a batch are taken in
-groups, and rows of the gated norm, which do not depend on each other, too. Where one row of a batch has more states than that, the
-pass ends in an error that says what can be done. Everything else is upstream's own call with the caller's arguments.
+Where a tensor spans too much, the wrappers of upstream's functions make views contiguous, and split the rows of a batch, or of the
+gated norm, into groups. Rows of the norm are independent. Where one row of a batch is still too large, the
+pass ends in an error with advice. Any other call is upstream's own with the caller's arguments.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
 
 LIMIT = 2**31
-"""Elements: the first offset that 32 bits do not hold."""
+"""Elements: the first offset that overflows 32 bits."""
 _BLOCK = 32
-"""The smallest tile of tokens, channels or states for which a kernel keeps a sum of its own."""
+"""The smallest tile of tokens, channels or states for which a kernel keeps a partial sum."""
 
 _READ = ("x", "dt", "B", "C", "z", "out", "dout")
 _WRITTEN = ("dx", "ddt", "dB", "dC", "dz")
 _OF_ROWS = (*_READ, *_WRITTEN, "initial_states", "dfinal_states", "seq_idx")
-"""Arguments whose first axis is that of the batch."""
+"""Arguments whose first axis is the batch."""
 _PLACES = {0: "dx", 1: "ddt", 3: "dB", 4: "dC", 6: "dz"}
-"""Results of a backward pass for which its caller may give a tensor, by their place."""
+"""Results of a backward pass for which its caller may pass an output tensor, by position."""
 _SUMS = {2: "dA", 5: "dD", 7: "ddt_bias"}
-"""Results of a backward pass that are sums over the batch, by their place."""
+"""Results of a backward pass that are sums over the batch, by position."""
 
 
 def reach(tensor: Any) -> int:
-    """Return how far the last element of a tensor is from its first."""
+    """Return the distance in elements from the first element of a tensor to its last."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -76,7 +76,7 @@ def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callabl
         results = [_together([each[place] for each in found], summed=place in _SUMS) for place in places]
         for place, result in _PLACES.items():
             if given.get(result) is not None:
-                results[place] = given[result]  # upstream writes to what it is given, and returns it
+                results[place] = given[result]  # upstream writes to a given tensor, and returns it
         return tuple(results)
 
     return _mamba_chunk_scan_combined_bwd
@@ -87,7 +87,7 @@ def _far(given: Mapping[str, Any]) -> list[str]:
 
 
 def _near(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments none of which reaches too far: what is read is copied, what is written to gets a stand-in."""
+    """Return arguments whose spans are below the limit: inputs are copied, and outputs replaced by new tensors."""
     import torch
 
     near = dict(given)
@@ -109,7 +109,7 @@ def _in_groups(given: dict[str, Any], rows: int, group: int) -> list[dict[str, A
 
 
 def _together(results: Any, *, summed: bool = False) -> Any:
-    """Return what some rows of a batch and the next ones gave as the result of all of them."""
+    """Combine the results for groups of rows into the result for the batch: a concatenation, or a sum."""
     import torch
 
     if results[0] is None or len(results) == 1:
@@ -120,19 +120,19 @@ def _together(results: Any, *, summed: bool = False) -> Any:
 
 
 def _group(given: Mapping[str, Any], *, backward: bool = False) -> int:
-    """Return how many rows of the batch a pass can take at a time.
+    """Return the number of rows of the batch that a pass can take at a time.
 
     Raises:
-        RuntimeError: not even one.
+        RuntimeError: a single row is too large.
     """
     group: int = given["x"].shape[0]
     while (most := _most(given, group, backward=backward))[1] >= LIMIT and group > 1:
         group = (group + 1) // 2
-    what, elements = most
+    largest, elements = most
     if elements >= LIMIT:
         tokens = given["x"].shape[1]
         raise RuntimeError(
-            f"mamba-ssm's kernels index {what} of one row of {tokens} tokens, {elements} elements, with 32 bits, which hold "
+            f"mamba-ssm's kernels index {largest} of one row of {tokens} tokens, {elements} elements, with 32 bits, which hold "
             f"{LIMIT}: results would be wrong without an error. What to do: shorter rows, context or tensor parallelism, "
             f"or another chunk_size than {given['chunk_size']}; MEGACPP_OVERLAY_MAMBA2_INT32_OFFSETS=off lets it run"
         )
@@ -140,7 +140,7 @@ def _group(given: Mapping[str, Any], *, backward: bool = False) -> int:
 
 
 def _most(given: Mapping[str, Any], rows: int, *, backward: bool) -> tuple[str, int]:
-    """Return the largest of the contiguous tensors that kernels index for some rows, and how many elements it has."""
+    """Return the name and number of elements of the largest contiguous tensor that kernels index for some rows."""
     _, tokens, heads, width = given["x"].shape
     _, _, groups, states = given["B"].shape
     size = given["chunk_size"]
@@ -214,7 +214,7 @@ def _make_norm_backward(original: Callable[..., Any], _module: ModuleType) -> Ca
 
 
 def _pieces(*tensors: Any) -> list[slice]:
-    """Return the rows that kernels can take at a time, where rows are the first of two axes."""
+    """Return the slices of rows that kernels can take at a time. Rows are the first of two axes."""
     rows, width = tensors[0].shape
     stride = max([width, *(each.stride(0) for each in tensors if each is not None)])
     most = max((LIMIT - 1) // stride, 1)
@@ -222,12 +222,12 @@ def _pieces(*tensors: Any) -> list[slice]:
 
 
 def _in_piece(given: Mapping[str, Any], piece: slice, *names: str) -> dict[str, Any]:
-    """Return those of some arguments that there are, in a piece of the rows."""
+    """Return the named arguments that are not None, restricted to a slice of the rows."""
     return {name: given[name][piece] for name in names if given.get(name) is not None}
 
 
 def _by_groups(values: Any, pieces: list[slice]) -> Any:
-    """Return what is kept for each row of all pieces, one group of channels after the other."""
+    """Concatenate statistics of all slices of rows, one group of channels after the other."""
     if values[0] is None:
         return None
     groups = values[0].numel() // pieces[0].stop
@@ -238,18 +238,18 @@ def _by_groups(values: Any, pieces: list[slice]) -> Any:
 
 
 # The witness and the self-test run upstream's host code up to the first kernels, with tensors that have no memory.
-# They do nothing for which PyTorch's meta device needs Python, such as `clone` and `empty_like`: importing that takes seconds.
+# They avoid operations for which PyTorch's meta device imports Python code, such as `clone` and `empty_like`: the import takes seconds.
 
 _TOKENS, _WIDTH = 2**12, 2**20
 _HEADS, _DIM, _STATE, _CHUNK = 2, 16, 16, 256
 
 
 class _EndError(Exception):
-    """Ends upstream's function where nothing more is to be seen."""
+    """Signal that ends upstream's function after the last kernel that is observed."""
 
 
 def observe_scan(module: ModuleType) -> Observation:
-    """Give views of a wide buffer to both passes: how far does what kernels are launched with reach?"""
+    """Measure the largest span of kernel arguments when both passes get views of a wide buffer."""
     import torch
 
     wide = torch.empty((1, _TOKENS, _WIDTH), dtype=torch.float32, device="meta")
@@ -278,7 +278,7 @@ def observe_scan(module: ModuleType) -> Observation:
 
 
 def observe_norm(module: ModuleType) -> Observation:
-    """Give a gate in a wide buffer to both passes: how far do the rows of a launch reach?"""
+    """Measure the largest span of kernel arguments when both passes of the norm get a gate in a wide buffer."""
     import torch
 
     x, weight, deviation = (
@@ -312,12 +312,12 @@ def observe_norm(module: ModuleType) -> Observation:
 def _seen(reached: list[int]) -> Observation:
     furthest = max(reached)
     return Observation(
-        broken=furthest >= LIMIT, seen=f"kernels are launched with what reaches over {furthest} elements"
+        broken=furthest >= LIMIT, seen=f"kernels are launched with tensors that span {furthest} elements"
     )
 
 
 class _Kernel:
-    """Stands for a kernel in this thread."""
+    """Replacement for a kernel in this thread; other threads get the kernel itself."""
 
     def __init__(self, theirs: Any, launch: Callable[..., None]) -> None:
         self._theirs, self._launch, self._here = theirs, launch, threading.get_ident()
@@ -343,7 +343,7 @@ def _part(
     return Overlay(
         id="mamba2-int32-offsets",
         pack=29,
-        title="keep what Mamba-2's kernels index below 2**31 elements, or say that it is not",
+        title="keep tensors that Mamba-2's kernels index below 2**31 elements, or raise an error",
         target=target,
         probe=probe,
         replacements={feature.NARROW: tuple(Replacement(symbol=name, make=make) for name, make in seams.items())},

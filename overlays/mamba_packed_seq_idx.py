@@ -1,18 +1,18 @@
-"""Begin each document of a packed row anew in `MambaMixer`, whether or not the caller gave `total_tokens`.
+"""State reset at document boundaries of packed rows in `MambaMixer`, also without `total_tokens` from the caller.
 
 Convolution and scan reset their state where `seq_idx` changes. Since 0.17.0 the mixer takes it from `PackedSeqParams`,
-which has none unless its caller says how many tokens the row has; then state runs from one document into the next, and
-nothing is said. This overlay derives it where it is missing: from `cu_seqlens_q_padded`, else `cu_seqlens_q`, and the
-length that the mixer has gathered from sequence and context parallel ranks, which is what 0.16 did. The numbers are those
+which has none unless its caller passes the number of tokens. Without it, state silently runs from one document into the
+next. This overlay derives a missing `seq_idx` from `cu_seqlens_q_padded`, else `cu_seqlens_q`, and the
+length that the mixer has gathered from sequence and context parallel ranks, as 0.16 did. The numbers are those
 that upstream computes from `total_tokens`, padding behind the last document included.
 
-What the caller gives is left as it is: upstream's method gets a copy of the parameters, so that nothing else, a CUDA graph
-of a later layer among it, sees a field that was None. With `seq_idx` or `total_tokens` given, with `qkv_format` "sbhd" or
-"bshd", and without boundaries, the caller's own object goes through.
+The caller's object is not changed: upstream's method gets a copy of the parameters, so that no other code, such as a CUDA graph
+of a later layer, finds a field set that was None. With `seq_idx` or `total_tokens` given, with `qkv_format` "sbhd" or
+"bshd", and without boundaries, upstream's method gets the caller's own object.
 
-The host never waits, and nothing is kept: each layer derives the numbers from the boundaries as they are when it runs. PyTorch counts
-writes to a tensor, but not those of a collective that receives into it, of `.data`, or of a NumPy or DLPack alias, so a kept result
-could be stale. A CUDA graph derives them from what the tensor holds at each replay.
+The host never waits, and no result is cached: each layer derives the numbers from the boundaries when it runs. PyTorch counts
+writes to a tensor, but not those of a collective that receives into it, of `.data`, or of a NumPy or DLPack alias, so a cached result
+could be stale. A CUDA graph derives them from the tensor's values at each replay.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _with_seq_idx(params: Any, activations: Any) -> Any:
 
 
 def _copy_of(params: Any) -> Any:
-    """Return a shallow copy that no constructor has seen, which would derive fields anew."""
+    """Return a shallow copy made without the constructor, which would derive fields anew."""
     import copy
     import dataclasses
 
@@ -64,7 +64,7 @@ def _copy_of(params: Any) -> Any:
 
     if not torch.compiler.is_compiling():
         return copy.copy(params)
-    copied = object.__new__(type(params))  # what a compiler can trace of that (torch 2.11)
+    copied = object.__new__(type(params))  # torch.compile can trace this, and not copy.copy (torch 2.11)
     for each in dataclasses.fields(params):
         setattr(copied, each.name, getattr(params, each.name))
     return copied
@@ -74,9 +74,9 @@ def _seq_idx(boundaries: Any, tokens: int, device: Any) -> Any:
     """Return the number of each token's document, int32 [1, tokens].
 
     Args:
-        boundaries: where documents begin and end, [documents + 1], never less than the one before.
-        tokens: the length of the row; what lies behind the last boundary is a document of its own.
-        device: where the row is.
+        boundaries: starts and ends of documents, [documents + 1], in non-decreasing order.
+        tokens: the length of the row; tokens behind the last boundary are a document of their own.
+        device: the device of the row.
     """
     import torch
 
@@ -95,7 +95,7 @@ _CASES = (
 
 
 def observe(module: ModuleType) -> Observation:
-    """Ask a mixer that stands before the scan: which `seq_idx` does the scan get for packed rows? On the CPU, in this thread."""
+    """Observe the `seq_idx` that the scan gets for packed rows, with a stub of the scan, on the CPU and in this thread."""
     import dataclasses
 
     import torch
@@ -103,7 +103,7 @@ def observe(module: ModuleType) -> Observation:
     seen, broken = [], False
     known = {each.name for each in dataclasses.fields(module.PackedSeqParams)}
     for fields, expected in _CASES:
-        if not known.issuperset(fields):  # until 0.16.1 nobody could say how many tokens there are
+        if not known.issuperset(fields):  # until 0.16.1 there is no field for the number of tokens
             continue
         given = {
             name: torch.tensor(value, dtype=torch.int32, device="cpu") if isinstance(value, tuple) else value
@@ -119,7 +119,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 def _scanned_with(module: ModuleType, params: Any) -> Any:
-    """Return the `seq_idx` that the scan of a loaded mixer is given."""
+    """Return the `seq_idx` that the scan of a loaded mixer gets."""
     import torch
 
     one = torch.ones(1, device="cpu")
@@ -151,7 +151,7 @@ def _scanned_with(module: ModuleType, params: Any) -> Any:
 
 @contextlib.contextmanager
 def _before_the_scan(module: ModuleType) -> Iterator[list[Any]]:
-    """Collect the `seq_idx` of each scan of this thread, in place of the scan; other threads are not concerned."""
+    """Replace the scan in this thread, and collect the `seq_idx` of each call; other threads get the real scan."""
     names = vars(module)
     here = threading.get_ident()
     collected: list[Any] = []
@@ -163,7 +163,7 @@ def _before_the_scan(module: ModuleType) -> Iterator[list[Any]]:
     ours: dict[str, Callable[..., Any]] = {
         "mamba_split_conv1d_scan_combined": scan,
         "_check_mamba_sequence_packing_support": lambda **_: (True, None),
-        # einops may not be installed, and the rest of what is rearranged is of no account here.
+        # einops may not be installed, and other rearranged tensors do not matter here.
         "rearrange": lambda values, pattern, **_: values.transpose(0, 1) if values.dim() == 3 else values,
     }
     theirs = {name: names.get(name, _MISSING) for name in ours}

@@ -1,15 +1,15 @@
-"""Sum the gradient of MLA's rotary keys over the heads of all tensor parallel ranks.
+"""Gradient of MLA's rotary keys, summed over the heads of all tensor parallel ranks.
 
 In multi-latent attention the rotary part of a key, `k_pos_emb`, is the same for all heads. Each tensor parallel rank expands it over
-its own heads, and upstream gives back what those want of it. Where each rank has all of the down projection and sequence
-parallelism is off, its replicas then learn different things and drift apart; where it has some of its columns, whoever has
-those of the rotary part learns from its own heads alone. Activations get such gradients, too, and so do all layers below.
+its own heads, and upstream's gradient is that of these heads only. Where the down projection is replicated and sequence
+parallelism is off, the replicas get different gradients and drift apart. Where it is split by columns, the rank with the rotary
+columns learns from its own heads alone. Activations get such gradients, too, and so do all layers below.
 
-Upstream's functions are called as they are. Behind a down projection that each rank has all of, the gradient of its rotary columns
-is summed over ranks. Columns are gathered, as upstream gathers them right after, and with sequence parallelism are cut into parts of
-the sequence, as upstream does with the latent ones: what then arrives is what a down projection of which each rank has
-all gives, and upstream sums that itself. Forwards everything has upstream's bits. One rank, a down projection of which
-each rank has all with sequence parallelism, and whatever needs no gradient go through untouched.
+Upstream's functions are called unchanged. Behind a replicated down projection, the gradient of its rotary columns
+is summed over ranks. Split columns are gathered, as upstream gathers them right after, and with sequence parallelism are split along
+the sequence, as upstream splits the latent columns. The result then equals that of a replicated down projection, and upstream sums its
+gradient itself. The forward pass has upstream's bits. One rank, a replicated down projection with sequence parallelism, and calls that
+need no gradient are unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _within(original: Callable[..., Any], module: ModuleType) -> Callable[..., A
             kv_combined, *bias = returned
             return _of_all_heads(self, kv_combined, module), *bias
 
-        hook = self.linear_kv_down_proj.register_forward_hook(replace)  # nothing else of upstream stands between
+        hook = self.linear_kv_down_proj.register_forward_hook(replace)  # no other code of upstream runs in between
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -48,12 +48,12 @@ def _within(original: Callable[..., Any], module: ModuleType) -> Callable[..., A
 
 
 def _of_all_heads(attention: Any, kv_combined: Any, module: ModuleType) -> Any:
-    """Return what a down projection gave, with a gradient of its rotary columns that is the one of all heads.
+    """Return the output of a down projection, with the gradient of its rotary columns summed over all heads.
 
     Args:
-        attention: whose it is.
-        kv_combined: [s or s / ranks, b, latent and then rotary columns], or of each rank some columns of all that.
-        module: where upstream looks its mappings up.
+        attention: the attention with the projection.
+        kv_combined: [s or s / ranks, b, latent and then rotary columns], or this rank's part of the columns.
+        module: the target, which has upstream's mappings.
     """
     import torch
 
@@ -70,7 +70,7 @@ def _of_all_heads(attention: Any, kv_combined: Any, module: ModuleType) -> Any:
 
 
 def _group(attention: Any) -> Any:
-    """Return the tensor parallel group: up to 0.15.3 the one that upstream's helpers take, which is all that it knows."""
+    """Return the tensor parallel group: up to 0.15.3 the default group of upstream's helpers, the only one there."""
     if (group := getattr(attention, "tp_group", None)) is not None:
         return group
     from megatron.core.utils import get_tensor_model_parallel_group_if_none
@@ -80,10 +80,10 @@ def _group(attention: Any) -> Any:
 
 @functools.cache
 def _summed() -> Any:
-    """Return the function that hands values on, and sums the gradient of those from some column on over ranks.
+    """Return the autograd function that passes values on, and sums the gradient of columns from a given one on over ranks.
 
-    Upstream's `copy_to_tensor_model_parallel_region` behind a split would not do: up to 0.18.2 it returns a gradient that is
-    not contiguous as it was.
+    Upstream's `copy_to_tensor_model_parallel_region` behind a split is no replacement: up to 0.18.2 it returns a gradient that is
+    not contiguous unchanged.
     """
     import torch
 
@@ -106,7 +106,7 @@ def _summed() -> Any:
 
 
 class _Group:
-    """Stands for a group of two ranks in a forward pass, and counts how often it is asked in a backward, where it has one."""
+    """Stub of a process group: two ranks in the forward pass, and one in the backward, where requests for its size are counted."""
 
     def __init__(self) -> None:
         self.ranks, self.asked = 2, 0
@@ -120,10 +120,10 @@ class _Group:
 
 
 def observe(module: ModuleType) -> Observation:
-    """Run a real attention of one head without sequence parallelism to its keys on the CPU, and back from their rotary part.
+    """Run a real attention of one head up to its keys, without sequence parallelism, on the CPU, and back from their rotary part.
 
-    The constructor needs process groups, so the instance is built without it. Nothing is sent: the gradient is
-    right where its sum over the group of ranks is asked for.
+    The constructor needs process groups, so the instance is built without it. There is no communication: the gradient is
+    right where its sum over the group of ranks is requested.
     """
     import torch
 
@@ -182,14 +182,14 @@ def _observed(module: ModuleType) -> Observation:
 
 
 class _Config(SimpleNamespace):
-    """Has None for whatever else upstream asks for; upstream's own would warn of what it is about to give up."""
+    """Config whose missing attributes are None; upstream's own config would log deprecation warnings."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Positions:
-    """Positions that turn nothing."""
+    """Rotary embedding with angles of zero."""
 
     def get_rotary_seq_len(self, _context: Any, _block: Any, values: Any, *_: Any) -> int:
         return int(values.size(0))
@@ -201,7 +201,7 @@ class _Positions:
 
 
 class _RanksAreKnown:
-    """Up to 0.15.3 upstream asks its state of the process how many ranks there are, and raises before that is known."""
+    """Context that sets the number of tensor parallel ranks: up to 0.15.3 upstream reads it and raises where it is not set."""
 
     def __init__(self, module: ModuleType) -> None:
         state = getattr(module, "parallel_state", None)
@@ -230,7 +230,7 @@ OVERLAY = Overlay(
         ),
     },
     unsupported={
-        feature.COLUMNS_ALONE: "MLA of megatron-core 0.12 and 0.13 takes whatever is not cut by columns for parts of the sequence: "
+        feature.COLUMNS_ALONE: "MLA of megatron-core 0.12 and 0.13 takes tensors that are not cut by columns for parts of the sequence: "
         "take 0.14.0 or newer, or train with one tensor parallel rank"
     },
     witness=observe,

@@ -1,10 +1,10 @@
-"""Let the z-loss of a multi-token prediction layer that stands for several predictions count once.
+"""Z-loss of a repeated multi-token prediction layer, divided by the number of predictions.
 
 With `mtp_use_repeated_layer` a router's `apply_z_loss` runs once for each prediction, and divides the loss by their number after it has
-attached it to the logits: logs are right, and gradients count as many times as there are predictions.
+attached it to the logits: logs are right, and gradients are too large by a factor of the number of predictions.
 
-Upstream's method runs with a coefficient that is divided by that number. It multiplies the loss with it, and divides what it logs by
-it, so gradients are right and logs stay what they are, up to rounding. Every other router gets upstream's method as it is.
+Upstream's method runs with a coefficient that is divided by that number. It multiplies the loss by the coefficient, and divides the logged
+value by it, so gradients are right and logs are unchanged, up to rounding. Every other router runs upstream's method unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENOUGH = 1e-6
 
 
 def observe(module: ModuleType) -> Observation:
-    """Run the real method on the CPU, for a layer of two predictions and for one of the decoder, and read what it attached."""
+    """Run the real method on the CPU, for a layer of two predictions and for one of the decoder, and read the attached loss."""
     import torch
 
     found = {}
@@ -66,7 +66,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 class _NoPlace:
-    """A number of a layer to which others are added, and for which nothing is logged."""
+    """Layer number whose sum with another number is None, so that no loss is logged."""
 
     def __add__(self, _other: object) -> None:
         return None
@@ -75,7 +75,7 @@ class _NoPlace:
 OVERLAY = Overlay(
     id="mtp-z-loss",
     pack=30,
-    title="divide the z-loss of a layer that stands for several predictions by their number before it is attached",
+    title="divide the z-loss of a layer that is used for several predictions by their number before it is attached",
     target=feature.TARGET,
     probe=feature.probe,
     replacements={feature.AFTERWARDS: (Replacement(symbol=feature.METHOD, make=_make),)},

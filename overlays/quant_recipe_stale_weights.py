@@ -1,11 +1,11 @@
-"""Tell layers that a step begins where a recipe says which of them are quantized.
+"""`is_first_microbatch` of layers that are quantized by a recipe, set at the beginning of a step.
 
-Transformer Engine keeps the quantized copy of a weight until its layer is told that it computes the first microbatch of a step. Before
-0.19.0 Megatron's `set_is_first_microbatch` does that for `fp8`, `fp4` and Kitchen, and not where a recipe alone quantizes: such layers
-compute with the weights of the first step for ever, and what is learnt is not used.
+Transformer Engine keeps the quantized copy of a weight until `is_first_microbatch` is set on its layer. Before
+0.19.0 Megatron's `set_is_first_microbatch` sets the flag for `fp8`, `fp4` and Kitchen, and not where a recipe alone quantizes: such layers
+compute with the weights of the first step for ever, and later updates have no effect.
 
-Upstream's method runs as it is. Where there is a recipe, every layer that has the flag gets it, as upstream's repair has it; layers
-that are not quantized do not look at it.
+Upstream's method runs unchanged. Where there is a recipe, the flag is set on every layer that has it, as in upstream's repair. Layers
+that are not quantized do not read it.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/5641, https://github.com/NVIDIA/Megatron-LM/pull/5642
 """
@@ -34,7 +34,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def observe(module: ModuleType) -> Observation:
-    """Tell a layer of a model that a step begins: with a recipe, with `fp8`, and with neither."""
+    """Read the flag of a layer after a call of upstream's method: with a recipe, with `fp8`, and with neither."""
     found = {}
     for quantized in ("quant_recipe", "fp8", None):
         layer = SimpleNamespace(is_first_microbatch=False)
@@ -46,7 +46,7 @@ def observe(module: ModuleType) -> Observation:
         found[quantized] = layer.is_first_microbatch
     return Observation(
         broken=found != {"quant_recipe": True, "fp8": True, None: False},
-        seen=f"whether a layer is told that a step begins: with a recipe {found['quant_recipe']}, with fp8 {found['fp8']}, "
+        seen=f"is_first_microbatch at the beginning of a step: with a recipe {found['quant_recipe']}, with fp8 {found['fp8']}, "
         f"with neither {found[None]}",
     )
 

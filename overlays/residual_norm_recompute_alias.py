@@ -1,11 +1,11 @@
-"""Keep the residual of a norm that is recomputed and returns its input.
+"""Residual of a recomputed norm that returns its input: exclusion from the outputs that are freed.
 
-`CheckpointWithoutOutput` frees what a function returned once the next one has used it, and computes it again in the backward pass. The
-fused residual norm returns its input beside what it computes, in the same storage. Freeing it takes the residual from the layer and the
-input from the recomputation, and the process reads memory that is gone; putting it back would let a storage own itself.
+`CheckpointWithoutOutput` frees the outputs of a function once the next function has used them, and recomputes them in the backward pass.
+The fused residual norm returns its input, in the same storage, in addition to its result. Freeing it takes the residual from the layer and the
+input from the recomputation, and the process reads freed memory; restoring it would let a storage own itself.
 
-Upstream's checkpoint runs as it is. In its list of what is to be freed and restored an empty tensor then takes the place of each output
-that shares its storage with an input, so that the others keep theirs. Nothing more is kept in memory: inputs are saved anyway.
+Upstream's checkpoint runs unchanged. In its list of outputs to free and restore, an empty tensor then replaces each output
+that shares its storage with an input, so that the positions of the others stay. No more memory is used: inputs are saved anyway.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/4497
 """
@@ -46,7 +46,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def _storage(tensor: Any) -> int:
-    """Return which storage a tensor is in. Its address would be zero for every one that was freed."""
+    """Return the identity of a tensor's storage. Its data address would be zero for every freed storage."""
     storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - torch has no public name for it
     return storage
 
@@ -59,15 +59,15 @@ _ASKED = {
     "ctx": None,
     "outputs": None,
 }
-"""What a checkpoint is made with, on every tree, for a norm that returns its input."""
+"""Attributes of a checkpoint, on every tree, for a norm that returns its input."""
 
 
 def observe(module: ModuleType) -> Observation:
-    """Checkpoint a function that doubles its input and returns it, too, and discard what it returned, on the CPU."""
+    """Checkpoint a function that returns its input and the double of it, and discard the outputs, on the CPU."""
     import torch
 
     cls = getattr(module, feature.CLASS)
-    checkpoint = cls.__new__(cls)  # its constructor may import what needs this module
+    checkpoint = cls.__new__(cls)  # its constructor may import modules that need this one
     vars(checkpoint).update(_ASKED)
     with torch.inference_mode(False), _no_graphs(), _no_rng(module):
         states = torch.ones(2, dtype=torch.float32, device="cpu")
@@ -76,13 +76,13 @@ def observe(module: ModuleType) -> Observation:
         left = [each.untyped_storage().nbytes() for each in (doubled, residual)]
     return Observation(
         broken=left != [0, states.nbytes],
-        seen=f"bytes of what was computed and of the input, once discarded: {left[0]} and {left[1]}",
+        seen=f"bytes of the result and of the input, once discarded: {left[0]} and {left[1]}",
     )
 
 
 @contextmanager
 def _no_graphs() -> Iterator[None]:
-    """Answer for the module of CUDA graphs, which the method imports, until that is there: its own import needs the target's."""
+    """Replace the module of CUDA graphs, which the method imports, while its import is not complete: it imports the target."""
     theirs = sys.modules.get(_GRAPHS)
     if hasattr(theirs, "is_graph_warmup"):
         yield
@@ -97,7 +97,7 @@ def _no_graphs() -> Iterator[None]:
 
 
 class _NoGraphs(ModuleType):
-    """A module that knows of no graph."""
+    """Module stub without graphs."""
 
     @staticmethod
     def is_graph_warmup() -> bool:
@@ -106,7 +106,7 @@ class _NoGraphs(ModuleType):
 
 @contextmanager
 def _no_rng(module: Any) -> Iterator[None]:
-    """Save no state of random numbers in this thread: reading CUDA's would initialise it."""
+    """Disable saving of RNG state in this thread: reading that of CUDA would initialise CUDA."""
     theirs = getattr(module, _RNG)
     setattr(module, _RNG, answer(lambda: None, theirs))
     try:

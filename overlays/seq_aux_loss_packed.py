@@ -1,20 +1,21 @@
-"""Balance each sample of a packed microbatch where sequence parallelism cuts it into shards, as where it does not.
+"""Per-sample `seq_aux_loss` of packed microbatches under sequence parallelism.
 
-Megatron's `seq_aux_loss` is the mean of the losses of samples. Packing makes one row of all tokens of a microbatch, and a layer gives it
-an axis of samples back for its MoE router. It counts samples in the shard that it holds, and a sample there may begin or end on
+Megatron's `seq_aux_loss` is the mean of the losses of samples. Packing makes one row of all tokens of a microbatch, and a layer restores
+the axis of samples for its MoE router. It counts samples in the shard that it holds, but a sample there may begin or end on
 another rank. So two samples on two ranks are balanced as one, three as well, and of four the first and the third as one.
 
-The layer leaves the row as it is, and for as long as it calls its MoE layer, its thread has a note of which samples the shard has tokens
-of. The router sums scores and choices of tokens by sample, and upstream's loss runs on these sums, as it does on the rows of an axis of
-samples: it sums each column over ranks, and those of a sample that lies on several come together. Nothing more is sent than upstream
-sends with an axis of samples.
+The layer leaves the row unchanged. While it calls its MoE layer, a thread-local record holds the samples whose tokens are in the
+shard. The router sums scores and choices of tokens by sample, and upstream's loss runs on these sums, as it does on the rows of an axis of
+samples. It sums each column over ranks, which combines the parts of a sample on several ranks. The communication is that of
+upstream with an axis of samples.
 
-The note is put back as it was when the call ends, also by an exception, so a router that is called in another way has none. A
-recomputation of the MoE layer runs in the backward pass, so the function that it calls again holds the note of its own microbatch.
+The record is restored when the call ends, also by an exception, so a router that is called in another way has none. A
+recomputation of the MoE layer runs in the backward pass, so the function that it calls again holds the record of its own microbatch.
 
-Upstream's own code runs, with what it has, without sequence parallelism or with one sample; and, wrong as it is, with context parallelism,
-where a layer cannot tell which tokens it holds, with `mlp_chunks_for_training`, with layers in CUDA graphs, where an expert's capacity drops
-tokens by their position, where samples are no whole part of a row, or ranks no whole part of a sample, and where a subclass has a loss, or a forward pass, of its own.
+Upstream's code runs unchanged, and is right, without sequence parallelism or with one sample. It also runs unchanged, and is wrong, with
+context parallelism, where a layer cannot know which tokens it holds; with `mlp_chunks_for_training`; with layers in CUDA graphs; where an
+expert's capacity drops tokens by their position; where a row is not a whole number of samples, or a sample is not divisible by the ranks;
+and where a subclass has its own loss or forward pass.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ _KNOWS = "__megacpp_knows_shares__"
 
 
 class _Share(NamedTuple):
-    """Of which samples a rank's rows are."""
+    """Samples that the rows of a rank belong to."""
 
     width: int
     """Tokens of a sample."""
     samples: int
-    """Of the whole row, on all ranks."""
+    """Number of samples in the whole row, on all ranks."""
     first: int
-    """Place of the first row that the rank has in the whole row."""
+    """Position in the whole row of the rank's first row."""
 
     def by_sample(self, rows: Any) -> Any:
-        """Return rows, [tokens of the rank, experts], as a batch has them, [tokens of a sample, samples * experts], but summed in the first.
+        """Return rows, [tokens of the rank, experts], in the layout of a batch, [tokens of a sample, samples * experts].
 
-        Upstream sums them as well, and takes a rank's tokens of a sample from their number.
+        The first row has the sums by sample and the other rows are zeros. Upstream sums them as well, and takes the number of a rank's
+        tokens of a sample from the number of rows.
         """
         import torch
 
@@ -62,23 +64,23 @@ class _Share(NamedTuple):
 
 
 class _Routed(NamedTuple):
-    """What a layer has its MoE layer route."""
+    """Router of an MoE layer with the size and the samples of its input."""
 
     router: Any
     size: tuple[int, int]
-    """Rows and columns of tokens, as the router sees them."""
+    """Rows and columns of tokens in the router's input."""
     share: _Share
 
 
 class _MlpCall:
-    """One call of a layer's MLP, and what is routed in it."""
+    """One call of a layer's MLP, with the input that is routed in it."""
 
     def __init__(self, routed: _Routed | None = None) -> None:
         self.routed = routed
 
 
 _here = threading.local()
-"""Has the innermost call of a layer's MLP that this thread is in."""
+"""`call`: the innermost call of a layer's MLP in this thread."""
 
 
 def _during(call: _MlpCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +94,7 @@ def _during(call: _MlpCall, function: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _share_now(router: Any, size: tuple[int, int]) -> _Share | None:
-    """Return which samples the rows are of that a router sees now, or None where no layer said so."""
+    """Return the samples of the rows that a router gets now, or None where no layer recorded them."""
     call = getattr(_here, "call", None)
     routed = None if call is None else call.routed
     return routed.share if routed is not None and routed.router is router and routed.size == size else None
@@ -123,7 +125,7 @@ def _make_unflatten(original: Callable[..., Any], _module: ModuleType) -> Callab
 
 
 def _listens(experts: Any) -> bool:
-    """Return whether the loss of an MoE layer's router takes shares, and what recomputes the layer keeps them."""
+    """Return whether the loss of an MoE layer's router takes shares, and a recomputation of the layer keeps them."""
     router = getattr(experts, "router", None)
     recomputed = getattr(experts, "moe_layer_recompute", False)
     return _takes_shares(router, feature.LOSS) and (not recomputed or _takes_shares(experts, feature.EXPERTS))
@@ -139,7 +141,7 @@ _ORDERED = frozenset({"position"})
 
 
 def _share(layer: Any, rows: int, packed_seq_params: Any) -> _Share | None:
-    """Return which samples the rows of a layer are of, or None where upstream's axis of samples is right or must do."""
+    """Return the samples of the rows of a layer, or None where upstream's axis of samples is right or the case is not supported."""
     width = getattr(packed_seq_params, "tokens_per_sample", None)
     config, group = layer.config, layer.pg_collection.tp
     if width is None or not config.sequence_parallel or config.context_parallel_size > 1:
@@ -188,7 +190,7 @@ def _make_experts(original: Callable[..., Any], _module: ModuleType) -> Callable
 
 
 class _RoutingIn:
-    """An MoE layer that routes as a part of a call, whenever that is: upstream's closure holds it until the backward pass."""
+    """Proxy for an MoE layer that routes as a part of a call, also later: upstream's closure holds it until the backward pass."""
 
     def __init__(self, call: _MlpCall, experts: Any) -> None:
         vars(self).update(_call=call, _experts=experts)
@@ -208,7 +210,7 @@ _ENOUGH = 1e-5
 
 
 def observe(module: ModuleType) -> Observation:
-    """Let a layer on each of two ranks have a shard of three and of four samples: does its MoE layer get it as it is, with a note?"""
+    """Observe whether a layer on each of two ranks passes a shard of three and of four samples unchanged, with a record of the samples."""
     import torch
 
     found, right = [], []
@@ -229,16 +231,16 @@ def _call_of(module: ModuleType) -> Callable[..., Any]:
     """Return the method that calls an MLP."""
     layer = getattr(module, feature.LAYER)
     of_dev = CALLER_OF_DEV.rpartition(".")[2]
-    call: Callable[..., Any] = getattr(layer, of_dev, None) or layer._forward_mlp  # noqa: SLF001 - it is what is replaced
+    call: Callable[..., Any] = getattr(layer, of_dev, None) or layer._forward_mlp  # noqa: SLF001 - the replaced method
     return call
 
 
 def _layer(module: ModuleType, rank: int) -> Any:
-    """Return a layer of one of two ranks, with an MoE layer that keeps what it sees."""
+    """Return a layer of one of two ranks, with an MoE layer that records its input and samples."""
     import torch
 
     class ListeningRouter:
-        """Stands for a router that listens."""
+        """Stub of a router whose loss takes shares."""
 
         def _apply_seq_aux_loss(self) -> None: ...
 
@@ -271,14 +273,14 @@ def _layer(module: ModuleType, rank: int) -> Any:
 
 
 class _NothingElse(SimpleNamespace):
-    """Has None for whatever else upstream asks for."""
+    """Namespace whose missing attributes are None."""
 
     def __getattr__(self, name: str) -> Any:
         return None
 
 
 class _UpstreamLayer(_NothingElse):
-    """Has the methods of a class of upstream's, whose constructor would need process groups."""
+    """Namespace with the methods of a class of upstream, whose constructor would need process groups."""
 
     def __init__(self, kind: type, **own: Any) -> None:
         super().__init__(_kind=kind, **own)
@@ -289,7 +291,7 @@ class _UpstreamLayer(_NothingElse):
 
 
 def observe_experts(module: ModuleType) -> Observation:
-    """Let an MoE layer route a shard and, once that call is over, route it again, as a backward pass does."""
+    """Observe the samples of a router when an MoE layer routes a shard and recomputes it after the call, as in a backward pass."""
     import torch
 
     found: list[_Share | None] = []
@@ -336,9 +338,9 @@ def observe_experts(module: ModuleType) -> Observation:
 
 
 def observe_router(module: ModuleType) -> Observation:
-    """Let a router on each of two ranks balance a shard with a note of its samples, and compare its loss with the mean over them.
+    """Compare a router's loss of a shard on each of two ranks with the mean over its samples.
 
-    Nothing is sent: each rank balances what it has of each sample.
+    There is no communication: each rank balances its own part of each sample.
     """
     import torch
 
@@ -353,7 +355,7 @@ def observe_router(module: ModuleType) -> Observation:
 
 
 def _losses(module: ModuleType, samples: int, rank: int) -> tuple[float, float]:
-    """Return what a router makes of the scores of a rank, and what it should be."""
+    """Return a router's loss of the scores of a rank, and the right loss."""
     import torch
 
     rows, losses = samples * _WIDTH // _RANKS, list[Any]()
@@ -380,12 +382,12 @@ _NO_GROUPS = SimpleNamespace(
     metric_needs_dp_avg=False,
     metric_pre_reduce_groups=(),
 )
-"""What a router of dev says of the ranks that a loss is summed over and logged for."""
+"""Groups over which a router of dev sums and logs a loss: none."""
 
 
 @contextlib.contextmanager
 def _alone(module: ModuleType) -> Iterator[None]:
-    """Let tokens of this thread be counted on this rank alone."""
+    """Count tokens of this thread on this rank alone, without communication."""
 
     def counted(*, routing_map: Any, topk: int, with_padding_mask: bool, **_: Any) -> tuple[Any, Any, Any]:
         counts = routing_map.sum(dim=0)
@@ -428,7 +430,7 @@ def _part(
         breaks="under sequence parallelism seq_aux_loss balances several packed samples of a microbatch as one",
         brief="seq_aux_loss of packed shards",
         until="a router knows of which samples a shard is",
-        retire_when="a router is told which samples its shard of a packed microbatch is of",
+        retire_when="a router gets the samples that its shard of a packed microbatch belongs to",
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=5996, state="closed, opened 2026-07-23, seen 2026-11-23"),
             Thread(repository="NVIDIA/Megatron-LM", number=5696, state="merged 2026-07-10, counts in the shard"),

@@ -1,17 +1,17 @@
-"""Serve absorbed attention of any channels, heads and top-k where the TileLang backend of DSA declines it.
+"""Absorbed attention of any channels, heads and top-k where the TileLang backend of DSA declines it.
 
 The backend has one kernel, for 576 and 512 channels, heads in powers of two, indices in blocks of 64, and bfloat16. For
-anything else, and where TileLang is not installed, its dispatcher returns None, and the caller builds all scores. The
-seam asks the dispatcher first, and where it declined takes bfloat16 and float16 tensors of matching shapes to
-`megacpp_overlays.kernels.sparse_attention`, which takes them all. What the dispatcher takes stays the dispatcher's.
+other inputs, and where TileLang is not installed, its dispatcher returns None, and the caller builds all scores. The
+seam calls the dispatcher first. Where it declines, bfloat16 and float16 tensors of matching shapes go to
+`megacpp_overlays.kernels.sparse_attention`, which supports them all. Calls that the dispatcher accepts are unchanged.
 
-Which slots count is settled before: backends get no mask, and an index below 0 is no choice, here as in their kernels.
+Masks were applied to the indices before: backends get no mask, and skip an index below 0, here as in their kernels.
 That also holds for indices of the indexer without a kernel.
 
 The seam is on the function through which the backend calls the dispatcher, since `fp8-quantized-unwrap` (pack 03) replaces
-the dispatcher itself. Both may be active, in either order. A quantized query or key is left to it: it is asked first. What
-it then declines is served where the key can be read as it is stored (`kernels.sparse_attention.transformer_engine_keys`), and goes
-to the caller as before otherwise. So does a call whose scores of all keys are small where the kernels were not measured (see
+the dispatcher itself. Both may be active, in either order. A quantized query or key goes to the dispatcher first. A call that
+it declines is served where the key can be read in its stored format (`kernels.sparse_attention.transformer_engine_keys`). Otherwise it
+returns None to the caller as before. So does a call whose scores of all keys are small where the kernels were not measured (see
 `kernels.measured.serves`).
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
@@ -59,15 +59,15 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 _QUERIES, _BATCH, _KEYS, _SCALE = 3, 2, 7, 0.25
 _DIMENSIONS = (("48 channels", 3, 48, 32, 5), ("32 channels, no power of two of heads", 6, 32, 32, 4))
-"""What nobody's kernel is for: a name, heads, channels of keys and of values, and slots."""
+"""Cases that no kernel of the backend supports: a name, heads, channels of keys and of values, and slots."""
 _TOLERANCE = 2e-2
 """Relative, in the Euclidean norm: bfloat16 in and out."""
 
 
 def observe(module: ModuleType) -> Observation:
-    """Ask for attention of other channels, heads and slots than those of the one kernel.
+    """Call the attention with channels, heads and slots that the backend's kernel does not support.
 
-    On small CPU tensors: what the kernel would take is never asked, so it need not be there, and is not called.
+    On small CPU tensors, and never with a supported case: so the backend's kernel need not be installed, and is not called.
     """
     import torch
 
@@ -80,18 +80,18 @@ def observe(module: ModuleType) -> Observation:
         torch.autocast("cpu", enabled=False),
         measured.serving_calls_of_every_size(),
     ):
-        for what, heads, dim, value, slots in _DIMENSIONS:
+        for name, heads, dim, value, slots in _DIMENSIONS:
             query = wave(_QUERIES, _BATCH, heads, dim).bfloat16()
             key = wave(_KEYS, _BATCH, 1, dim).bfloat16()
             indices = torch.arange(_BATCH * _QUERIES * slots, device="cpu", dtype=torch.int32) * 3 % (_KEYS + 1) - 1
             indices = indices.view(_BATCH, _QUERIES, slots)
             output = getattr(module, feature.FUNCTION)(query, key, indices, _SCALE, value)
             if output is None:
-                return Observation(broken=True, seen=f"{what}: declined, and the caller builds all scores")
+                return Observation(broken=True, seen=f"{name}: declined, and the caller builds all scores")
             true, _ = reference.attend(query.double(), key.double(), indices, _SCALE, value)
             if output.shape != true.shape or not (away := float((output - true).norm() / true.norm())) < _TOLERANCE:
-                return Observation(broken=True, seen=f"{what}: {tuple(output.shape)}, and not what was asked for")
-    return Observation(broken=False, seen=f"{what}: computed, {away:.1e} away from the definition")
+                return Observation(broken=True, seen=f"{name}: a wrong result of {tuple(output.shape)}")
+    return Observation(broken=False, seen=f"{name}: computed, {away:.1e} away from the definition")
 
 
 OVERLAY = Overlay(

@@ -1,15 +1,15 @@
-"""Sum gradients of norms over tensor parallel ranks where each rank has a part of them, and nowhere else.
+"""Summation of gradients of norms over tensor parallel ranks, only where each rank has a partial gradient.
 
-Norms are replicas. Without sequence parallelism a rank has all of a norm's gradient, unless only its own heads are behind
-the norm. Upstream tells one from the other by name: `q_layernorm` and `k_layernorm` are summed.
+Norms are replicated. Without sequence parallelism a rank has the whole gradient of a norm, unless the norm feeds only the rank's own
+heads. Upstream distinguishes the two cases by name: `q_layernorm` and `k_layernorm` are summed.
 
-Multi-latent attention has a `q_layernorm` of the latent queries, which are the same on each rank, and whose gradient the up projection has summed. Summed again, it is as
-many times too large as there are ranks. The `out_norm` of a gated delta net norms heads, and is not summed: each
-rank learns from its own, and replicas drift apart.
+Multi-latent attention has a `q_layernorm` of the latent queries, which are the same on each rank, and whose gradient the up projection
+has summed. Summed again, the gradient is too large by a factor of the number of ranks. The `out_norm` of a gated delta net norms heads,
+and is not summed: each rank learns from its own heads, and replicas drift apart.
 
-Upstream's function runs as it is. It is shown the same parameters, with names by which it chooses what is to be summed: whose they are is
-told by the classes of the modules that hold them, and by the methods that use them. With sequence parallelism latent queries are parts of the sequence, and
-all is as upstream has it. What upstream averages, or sums for a mark, it does for that and not for a name.
+Upstream's function runs unchanged. It gets the same parameters under names by which it sums the right ones. The classes of the modules
+that hold the parameters, and the methods that use them, decide the names. With sequence parallelism latent queries are parts of the
+sequence, and nothing differs from upstream. Upstream's averages, and its sums by an attribute, do not depend on names.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 """
@@ -27,11 +27,11 @@ from megacpp_overlays.runtime.overrides import reaches
 
 NET = "megatron.core.ssm.gated_delta_net"
 NETS = {f"{NET}.common": "_GDNBase", NET: "GatedDeltaNet"}
-"""Where the class is that makes and uses the output norm: since 0.19.0, and up to 0.18.2."""
+"""Modules with the class that makes and uses the output norm: since 0.19.0, and up to 0.18.2."""
 QUERIES, QUERY_NORM, OUTPUT_NORM = "get_query_key_value_tensors", "q_layernorm", "out_norm"
 GATED_NORM = "_apply_gated_norm"
 NAMES = (QUERY_NORM, "k_layernorm")
-"""What is summed by its name."""
+"""Names of norms that upstream sums."""
 
 _SUMMED, _NOT_SUMMED = NAMES[0], ""
 """Names by which upstream chooses."""
@@ -52,7 +52,7 @@ def _make_old(original: Callable[..., Any], module: ModuleType) -> Callable[...,
 
 
 class _Named:
-    """A chunk of a model whose parameters are called what upstream is to take them for."""
+    """Proxy for a chunk of a model that renames parameters, so that upstream sums the right ones."""
 
     def __init__(self, chunk: Any, config: Any, module: ModuleType) -> None:
         self._chunk, self._config, self._module = chunk, config, module
@@ -61,7 +61,7 @@ class _Named:
         return getattr(self._chunk, name)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and parameters as the chunk does, each name one that is summed, or one that is not."""
+        """Yield the parameters of the chunk, each under a name that upstream sums or one that it does not."""
         asked: Callable[[Any, str], Any] = self._module.get_attr_wrapped_model
         whole, parts = _gradients(asked(self._chunk, "modules")())
         for name, parameter in asked(self._chunk, "named_parameters")():
@@ -71,7 +71,7 @@ class _Named:
 
 
 class _ByName:
-    """A configuration by which names count, which is all that upstream asks `qk_layernorm` for since 0.13.0."""
+    """Proxy for a configuration that enables sums by name, the only use of `qk_layernorm` by upstream since 0.13.0."""
 
     qk_layernorm = True
 
@@ -83,7 +83,7 @@ class _ByName:
 
 
 def _gradients(modules: Any) -> tuple[set[int], set[int]]:
-    """Return the ids of norms' parameters of which each rank has the whole gradient, and of those of which it has a part."""
+    """Return the ids of norm parameters with a whole gradient on each rank, and of those with a partial one."""
     whole, parts = set[int](), set[int]()
     for each in modules:
         if _is(each, {feature.ATTENTION: feature.ATTENTION_CLASS}, QUERIES):
@@ -95,9 +95,9 @@ def _gradients(modules: Any) -> tuple[set[int], set[int]]:
 
 
 def _is(each: Any, classes: dict[str, str], method: str) -> bool:
-    """Return whether a module is of a class, by the modules that define it, whose method runs, be it through overrides that call the base's.
+    """Return whether a module runs the method of one of these classes, also through overrides that call it.
 
-    By name, for the class may not be imported yet.
+    Classes are given as defining module and name, because the class may not be imported yet.
     """
     return reaches(type(each), method, lambda owner, _: classes.get(owner.__module__) == owner.__qualname__)
 
@@ -108,13 +108,13 @@ def _parameters(holder: Any, name: str) -> set[int]:
 
 
 class _AboutToSum(Exception):  # noqa: N818 - it is no error
-    """What upstream does next is to put together what it sums."""
+    """Signal that upstream is about to flatten the gradients that it sums."""
 
 
 def observe(module: ModuleType) -> Observation:
-    """Ask what two ranks would sum of the gradients of norms: of latent queries, of queries of heads, and of outputs of a delta net.
+    """Observe which gradients of norms two ranks would sum: of latent queries, of queries of heads, and of outputs of a delta net.
 
-    Nothing is sent, and upstream's classes are not asked for, which may not be imported yet: layers have their names.
+    There is no communication. Stub classes have the names of upstream's, which may not be imported yet.
     """
     is_old = not hasattr(module, feature.FUNCTION)
     layers = {
@@ -131,7 +131,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 def _layer(found_in: str, name: str, method: str, norm: str) -> Any:
-    """Return a layer of a class that is called like that, with a norm that has a gradient."""
+    """Return a layer of a stub class with this module and name, with a norm that has a gradient."""
     import torch
 
     kind = type(name, (torch.nn.Module,), {"__module__": found_in, method: lambda _: None})
@@ -170,7 +170,7 @@ def _is_summed(module: Any, layer: Any, is_old: bool) -> bool:
 
 
 _GROUP = "get_tensor_model_parallel_group_if_none"
-"""What upstream asks for ranks since 0.14.0."""
+"""Function from which upstream gets the group since 0.14.0."""
 _SEAMS = {feature.BY_NAME: (feature.FUNCTION, _make), feature.OLD_BY_NAME: (feature.OLD_FUNCTION, _make_old)}
 
 OVERLAY = Overlay(

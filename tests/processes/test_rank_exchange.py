@@ -272,7 +272,10 @@ LEFT = {
         "this is no statement of a process",
     ),
     "no field": (rank_exchange.encode({"rank": 1}), "it has no 'host'"),
-    "of nobody": (rank_exchange.encode({"rank": 99, "host": "a", "statement": says(1)}), "something in it is not what"),
+    "of nobody": (
+        rank_exchange.encode({"rank": 99, "host": "a", "statement": says(1)}),
+        "a field of it is not that of a verdict",
+    ),
     "nested": (base64.b64encode(zlib.compress(b"[" * 1_000_000)).decode(), "cannot be unpacked: RecursionError"),
     "a bomb": (base64.b64encode(zlib.compress(b'{"rank": "' + bytes(50 << 20))).decode(), "larger than 4194304 bytes"),
 }
