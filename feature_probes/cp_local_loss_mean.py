@@ -3,7 +3,7 @@
 A loss function that returns a sum, a number of tokens and a report has its sum divided by that number. Since 0.13.0 the
 launcher's counts the tokens of its own part of the sequence, and DDP then takes the mean over ranks.
 
-The verdict rests on the division, the step that asks for it and what both call, and on the constructor of DDP, which makes the mean.
+The verdict rests on the division, the step that calls it, the callees of both, and on the constructor of DDP, which makes the mean.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 9), https://github.com/NVIDIA/Megatron-LM/pull/7513
 """

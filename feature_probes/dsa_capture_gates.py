@@ -1,10 +1,10 @@
 """Validations of DSA that read device values from the host on the way of a captured forward pass.
 
 In `dsa_layout` position ids are compared with `torch.equal`, on CUDA too, and in `dsa_masking` masks and key positions: a mask that fails is no
-error, it declines the fused indexer. In `dsa` the context-parallel length check reads what it gathered; the single file of spring 2026 had all three.
+error, it declines the fused indexer. In `dsa` the context-parallel length check reads the gathered lengths; the single file of spring 2026 had all three.
 
-While a stream is captured the seams answer for upstream: what its mask builder returns counts as contiguous, and its bounds are
-computed without its comparisons. The verdict rests on the checks and on every helper that makes or looks at a mask or a position.
+While a stream is captured the seams replace upstream's checks: masks from its builder count as contiguous, and its bounds are
+computed without its comparisons. The verdict rests on the checks and on every helper that makes or reads a mask or a position.
 No tree is on record that has the single file.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5099
@@ -37,7 +37,7 @@ SINGLE_FUSED = "single-file-with-fused-indexer"
 
 
 def _probe_of(target: Target, *needed: str) -> Callable[[SourceTree], Finding]:
-    """Return the probe of what is read on the host: position ids, masks with key positions, or lengths of context-parallel ranks."""
+    """Return the probe of one module's reads from the host: position ids, masks with key positions, or lengths of context-parallel ranks."""
     without = {f"{target.module}:{name}": f"defines no {name}" for name in needed}
     return lambda tree: forms.finding(_ID, target, tree, without)
 

@@ -1,7 +1,7 @@
 """Scores of all queries, heads and keys in DSA's absorbed attention without fused kernels.
 
 `_unfused_absorbed_dsa_fn` is the attention of every absorbed layer where `dsa_kernel_backend` is none, the default, and
-wherever a backend declines. It multiplies every query with every key, masks what the indexer did not choose, and takes a
+wherever a backend declines. It multiplies every query with every key, masks the keys that the indexer did not choose, and takes a
 softmax over all keys, in float32. Up to 0.15.3 there is no DSA, up to 0.18.2 no absorbed attention. Main of 2026-06-25 has an earlier
 form, whose softmax divides by 0 where nothing was chosen, and which no record has. No repair has been seen.
 

@@ -1,7 +1,7 @@
-"""Random streams of experts in checkpoints of `megatron.training`, of which one rank saves its own for all that share its pipeline and tensor rank.
+"""Random streams of experts in checkpoints of `megatron.training`, where one rank saves its own stream for all that share its pipeline and tensor rank.
 
-`get_rng_state` makes all ranks of a data and context parallel group replicas of one object, though their expert streams differ. The seam adds those of all to what it
-returns, and each rank finds its own in what `_load_base_checkpoint` returns. So states must be in a list of one dictionary, which is read by names.
+`get_rng_state` makes all ranks of a data and context parallel group replicas of one object, though their expert streams differ. The seam adds the streams of all ranks to its
+result, and each rank finds its own in the result of `_load_base_checkpoint`. So states must be in a list of one dictionary, which is read by names.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6858
 """
@@ -35,7 +35,7 @@ _SEED = Pattern("$_.add(_EXPERT_PARALLEL_RNG_TRACKER_NAME, $seed)")
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether expert ranks share what one of them saved."""
+    """Return whether expert ranks share the stream that one of them saved."""
     source, streams = tree.module(TARGET.module), tree.module(STREAMS)
     method = plain_function(source, SAVED) if source else None
     if source is None or method is None:

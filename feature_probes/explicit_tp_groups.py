@@ -4,7 +4,7 @@ A helper that is given no group takes the default one of the process. Where a mo
 nothing to do with each other then exchange values. Nothing raises where both groups have as many ranks.
 
 No tree has a repair. A seam names the group for as long as upstream's method runs. So each verdict rests on that method, on the
-helpers that it calls without a group, and on what answers them with the default one.
+helpers that it calls without a group, and on the functions that give them the default one.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 """

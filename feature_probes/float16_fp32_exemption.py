@@ -3,11 +3,11 @@
 Releases 0.13.0 to 0.19.2 cast every parameter. Main since 2026-08-10 and dev since 2026-07-09 leave alone whatever
 carries `keep_in_fp32`; nothing marks Mamba-3, so its parameters are cast all the same. No release of mamba-ssm marks them, so no tree is FIXED.
 
-A model that keeps some parameters in fp32 is what an unrepaired optimizer saves under wrong names, without an error; upstream's rounding
+An unrepaired optimizer saves a model with some fp32 parameters under wrong names, without an error; upstream's rounding
 is the lesser harm. So both optimizers must be known to save fp32 parameters, repaired or by themselves.
 
-The verdict rests on all of `Float16Module`, which nothing else in its module may touch, on what converts for it, on both optimizers, and
-on a Mamba-3 without marks.
+The verdict rests on all of `Float16Module`, which no other code in its module may change, on its conversion functions, on both optimizers,
+and on a Mamba-3 without marks.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5929 (main) and https://github.com/NVIDIA/Megatron-LM/pull/5308 (dev) for the marks.
 """
@@ -30,7 +30,7 @@ _ABSENT_WITHOUT = {f"{TARGET.module}:{TARGET.symbol}": f"defines no {TARGET.symb
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return what `Float16Module` does to fp32 parameters."""
+    """Return whether `Float16Module` casts fp32 parameters."""
     found = forms.finding("float16-fp32-exemption", TARGET, tree, _ABSENT_WITHOUT)
     mamba3 = tree.module(MAMBA3.rpartition(".")[0]) if found.shape == MARKS_HONOURED else None
     if mamba3 is not None and MARK in mamba3.text:

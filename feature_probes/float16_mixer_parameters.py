@@ -4,7 +4,7 @@
 delta product, on main only, does so with `A_log`. Nothing marks them, so `Float16Module` casts them with everything
 else. The gated delta net is left out: it creates `A_log` and `dt_bias` in `params_dtype`, so there are no bits to keep.
 
-The verdict rests on the constructor, on every method that reads the parameters or did so in a release, on what slices them for context parallelism,
+The verdict rests on the constructor, on every method that reads the parameters or did so in a release, on the code that slices them for context parallelism,
 and on `float16-fp32-exemption`, which honours the marks. Kernels take `D` of any dtype (mamba-ssm 2.3.2.post1, megatron-core 0.19.2).
 """
 
@@ -28,7 +28,7 @@ GATED_DELTA_PRODUCT = Target(
 
 
 def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
-    """Return the probe of a mixer that does not mark what it creates in fp32."""
+    """Return the probe of a mixer that does not mark its fp32 parameters."""
     name = target.symbol.partition(".")[0]
 
     def ask(tree: SourceTree) -> Finding:

@@ -4,7 +4,7 @@ Up to 0.19.2 ids are given to the float16 parameters alone, while the state enum
 optimizer: fp32 copies, native fp32 parameters and frozen ones, in group order. Main and dev walk the parameter
 groups of the inner optimizer instead.
 
-The verdict rests on what builds, saves and shards the state; a repair also on the helpers that number parameters and shard tensors.
+The verdict rests on the code that builds, saves and shards the state; a repair also on the helpers that number parameters and shard tensors.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5929
 """

@@ -1,9 +1,9 @@
-"""The dispatcher of the fused SparseMLA kernel, and what it does to a quantized query or key.
+"""Probe the dispatcher of the fused SparseMLA kernel for its treatment of a quantized query or key.
 
-A quantized tensor of Transformer Engine says bf16 and has no storage. Source builds of spring 2026, and early revisions of pull request 5049, hand
-slices of it to the kernel, which gets pointer 0. Since 0.19.0 a guard asks for bf16 and is told so, and a permutation dequantizes silently.
+A quantized tensor of Transformer Engine reports bf16 and has no storage. Source builds of spring 2026, and early revisions of pull request 5049, pass
+slices of it to the kernel, which gets pointer 0. Since 0.19.0 a guard checks for bf16 and accepts it, and a permutation dequantizes silently.
 
-The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
+The seam passes plain tensors to the dispatcher, so it fits any dispatcher that does not look for quantized ones. Every
 call and attribute in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function
 may be named after quantization. Kernel and guard must be bound where they were, and nowhere else.
 """
@@ -62,7 +62,7 @@ def {_GUARD}(*tensors):
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return what `ops.tilelang_dsa.fused_sparse_mla_absorbed` does to a quantized query or key.
+    """Return the treatment of a quantized query or key by `ops.tilelang_dsa.fused_sparse_mla_absorbed`.
 
     Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
     """
@@ -137,7 +137,7 @@ def _brings_kernel(node: ast.ImportFrom) -> bool:
 
 
 def _kernel_bindings(source: ModuleSource, brought: ast.ImportFrom) -> Iterator[ast.AST]:
-    """Yield what may bind the kernel: its import, and None where that import fails."""
+    """Yield the statements that may bind the kernel: its import, and the assignment of None where that import fails."""
     for statement in source.syntax.body:
         if statement is brought:
             yield from brought.names
@@ -161,7 +161,7 @@ def _check_kernel(tree: SourceTree) -> None:
 
 
 def _shape(source: ModuleSource, function: FunctionNode) -> tuple[str, ast.AST, str]:
-    """Return the shape, the call of the kernel, and what it gets."""
+    """Return the shape, the call of the kernel, and a description of its arguments."""
     calls = list(_CALL.find(function))
     given = calls[0].many("given") if len(calls) == 1 else []
     if len(given) != 4 or any(isinstance(each, ast.keyword) for each in given):

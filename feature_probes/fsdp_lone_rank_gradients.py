@@ -1,7 +1,7 @@
 """Probe the gradient buffers of Megatron-FSDP, which are not sharded where one rank reduces by itself, and are reduced in each microbatch all the same.
 
-Where parameters or gradients are sharded, gradients of a microbatch are reduced by themselves and added to what earlier ones left. Where the group has one rank, both are the same memory:
-in 0.16 what is there is added to itself, and since 0.17.0 it is scaled once more, or, where gradients are sent in another dtype, added to itself. Up to 0.15.3 it is reduced as other buffers are. The verdict rests on what makes buffers, on the function that reduces them, on that which scales gradients, and on the hooks that hand gradients over.
+Where parameters or gradients are sharded, gradients of a microbatch are reduced separately and added to the sum of earlier ones. Where the group has one rank, both are the same memory:
+in 0.16 the sum is added to itself, and since 0.17.0 it is scaled once more, or, where gradients are sent in another dtype, added to itself. Up to 0.15.3 it is reduced as other buffers are. The verdict rests on the code that makes buffers, on the functions that reduce them and scale gradients, and on the hooks that pass gradients on.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/6660
 """

@@ -4,9 +4,9 @@ It lets the optimizer step once with gradients of zero, so that there is state f
 step, and it counts: in the releases 0.17.0 to 0.19.2 and dev. Up to 0.16.1 there is no such step. Main takes one without learning rate and
 decay since 2026-07-30, which is not counted (#5976).
 
-The seam answers for the optimizer's `step` while upstream's function runs, and counts on that step being the only one there.
+The seam replaces the optimizer's `step` while upstream's function runs, and assumes that the function takes only this step.
 
-The verdict rests on that function, its decorator, and what it imports.
+The verdict rests on that function, its decorator, and its imports.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/5974, https://github.com/NVIDIA/Megatron-LM/pull/5976
 """

@@ -17,7 +17,7 @@ TARGET = Target(
     "megatron-core", "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer", f"{CLASS}.{METHOD}"
 )
 TWICE, OPTIMIZER = "reduced-twice", "sharded-optimizer-reduced-twice"
-"""Shapes: up to 0.17.1 what should reduce `no_shard` before the step passes over every buffer, and hooks alone do it."""
+"""Shapes: up to 0.17.1 the reduction of `no_shard` before the step skips every buffer, and hooks alone reduce."""
 
 
 def probe(tree: SourceTree) -> Finding:

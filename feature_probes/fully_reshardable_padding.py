@@ -5,7 +5,7 @@
 parameter behind the first padded bucket gets elements of those behind it, and the last ones zeros. Main subtracts the
 padding that was left out since 2026-08-21. Releases up to 0.14.0 have no such format.
 
-The verdict rests on who cuts, who packs what is cut, and who takes it apart again; without the format, on who would ask for it, and on
+The verdict rests on the code that cuts state, that packs the pieces, and that unpacks them; without the format, on the code that would use it, and on
 bases that do not have it.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5077

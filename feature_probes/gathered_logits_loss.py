@@ -5,7 +5,7 @@ to a cross entropy over shares of the vocabulary, which counts all classes once 
 the wrong places. Models have no such method up to 0.3.0, 0.4.0 to 0.13.1 were not read, and logits are taken for a share since 0.14.0. No
 tree has a repair.
 
-The verdict rests on the method, to which the seam gives a rank's share, and on what splits logits and gathers their gradient.
+The verdict rests on the method, to which the seam gives a rank's part, and on the functions that split logits and gather their gradient.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 """

@@ -1,7 +1,7 @@
 """Probe the gradient of Megatron's balancing loss over the global batch, which is divided by the number of data parallel ranks twice.
 
 The loss of a rank is its share: its own probabilities over the tokens of all data parallel ranks. Gradients of data parallel ranks are averaged. The seam
-relies on scores that reach that loss alone, so verdicts rest on the router's method, on what attaches the loss, on coefficients, and on the loss.
+relies on scores that are used by that loss alone, so verdicts rest on the router's method, on the code that attaches the loss, on coefficients, and on the loss.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/3672
 """

@@ -1,11 +1,11 @@
 """Probe Megatron's local CUDA graphs for gradients that are lost where `CheckpointWithoutOutput` recomputes.
 
-A graph's backward pass gives gradients to the parameters that are found by walking back from what the forward pass returned. What
-`CheckpointWithoutOutput` runs is not on that way: it runs without gradients, and once more in a hook. Parameters that only it uses are
+A graph's backward pass gives gradients to the parameters that are found by a walk back from the outputs of the forward pass. Functions in
+`CheckpointWithoutOutput` are not on that path: they run without gradients, and once more in a hook. Parameters that only they use are
 not found, and keep gradients of zero.
 
-The verdict rests on the module of graphs, which sets names that are known to the running code alone, and on what recomputes; BROKEN also on
-the module of configurations and on how layers are made.
+The verdict rests on the module of graphs, which sets names that only the running code knows, and on the recomputing code; BROKEN also on
+the module of configurations and on the construction of layers.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6373
 """

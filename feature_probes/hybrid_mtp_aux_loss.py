@@ -1,9 +1,9 @@
 """Probe `HybridStack` for MoE layers of multi-token prediction that are not marked as such.
 
-A router that does not know it takes its layer for one of the decoder. Where one layer stands for all predictions its balancing loss
+A router without the mark treats its layer as one of the decoder. Where one layer makes all predictions its balancing loss
 then counts once for each of them, and it is logged for a layer of the decoder.
 
-The verdict rests on the constructor of the stack and on what divides a router's loss; FIXED also on the constructors that hand the mark on.
+The verdict rests on the constructor of the stack and on the code that divides a router's loss; FIXED also on the constructors that pass the mark on.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6748
 """

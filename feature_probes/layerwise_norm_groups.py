@@ -1,8 +1,8 @@
-"""Probe the layer-wise optimizer for children without groups, so that replicas of experts are told by the group of other layers.
+"""Probe the layer-wise optimizer for children without groups, so that replicas of experts are determined in the group of other layers.
 
 Since 0.19.0 a parameter of experts that ranks share counts once in the group of these ranks, where an optimizer has it. Children of
 `LayerWiseDistributedOptimizer` have none: biases of experts count on the first tensor parallel rank alone. On dev, and in older releases, no
-optimizer asks for that group. The verdict rests on its constructor, on how it takes norms and counts zeros, and on what tells replicas.
+optimizer asks for that group. The verdict rests on its constructor, on its norms and counts of zeros, and on the code that detects replicas.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6099
 """

@@ -1,6 +1,6 @@
-"""Probe callers of liger-kernel's fused linear cross entropy, whose output layer gets no gradient where hidden states want none.
+"""Probe callers of liger-kernel's fused linear cross entropy, whose output layer gets no gradient where hidden states need none.
 
-0.6.3 raises there, and 0.6.4 to 0.7.0 with a bias; up to 0.6.2 nothing is skipped. The verdict rests on the forms of the loss in `liger_flce_none_backward`, and on what its callers take.
+0.6.3 raises there, and 0.6.4 to 0.7.0 with a bias; up to 0.6.2 nothing is skipped. The verdict rests on the forms of the loss in `liger_flce_none_backward`, and on the arguments of its callers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fused linear cross entropy of liger-kernel, and what tokens without a label cost it.
+"""Probe the fused linear cross entropy of liger-kernel for the cost of tokens without a label.
 
 Every token goes through the output layer, and its gradient of zeros through both products behind it: a step takes as long for a tenth of the
 labels as for all. The kernel returns at once for an ignored token, with logits of zero, and the products of those zeros follow.

@@ -4,7 +4,7 @@ With `reduction="none"` the backward pass receives one gradient per token. Until
 kernel that reads only its first element, and multiplies every gradient by that. From 0.8.2 on the gradients are
 computed in the backward pass, with `token_grad_output`.
 
-The verdict rests on the whole module and the whole module of its kernel, which the seam differentiates; a repair also on what calls
+The verdict rests on the whole module and the whole module of its kernel, which the seam differentiates; a repair also on the callers of
 the kernel since 0.8.3.
 """
 

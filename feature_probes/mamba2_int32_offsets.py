@@ -1,7 +1,7 @@
 """Offsets of Mamba-2's Triton kernels: products of 32 bits, which wrap where a tensor reaches over 2**31 elements.
 
 A program of a kernel adds `pid_b * stride_batch + pid_c * chunk_size * stride_seqlen + ...` to its pointers. Program ids have
-32 bits, and so has every stride that fits into them: what reaches further comes out negative, without an error.
+32 bits, and so has every stride that fits into them: larger offsets overflow to negative ones, without an error.
 
 No tree has a repair. The kernels are in five modules, and the host code in one of them; the gated norm, which reads the same wide
 projections, has one of its own. The verdict rests on all of these modules, each as a whole: the seams run every statement of them.

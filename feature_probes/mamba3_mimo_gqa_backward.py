@@ -1,7 +1,7 @@
-"""The MIMO backward functions of Mamba-3, and into how many groups they sum the gradients of heads.
+"""Probe the MIMO backward functions of Mamba-3 for the numbers of groups into which they sum the gradients of heads.
 
 With G groups for H heads the kernels read group `head // (H // G)` and write gradients for each head. The host then
-sums them. In mamba-ssm 2.3.2.post1 it knows G = 1 and G = H and raises for what is between; on main one reducer takes
+sums them. In mamba-ssm 2.3.2.post1 it supports G = 1 and G = H and raises for 1 < G < H; on main one reducer takes
 every G that divides H since 2026-06-08.
 
 The verdict rests on the two modules as a whole, kernels, helpers and host, for the seam runs upstream's whole function; a
@@ -26,7 +26,7 @@ ONE_OR_ALL = "one-or-all-groups"
 
 
 def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
-    """Return the probe of what a backward pass does with 1 < G < H."""
+    """Return the probe of a backward pass with 1 < G < H."""
     return lambda tree: forms.finding("mamba3-mimo-gqa-backward", target, tree)
 
 

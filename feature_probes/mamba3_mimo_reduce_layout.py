@@ -1,6 +1,6 @@
-"""The sums of the Mamba-3 MIMO backward, and whether TileLang refuses one of them.
+"""Probe whether TileLang refuses a sum of the Mamba-3 MIMO backward.
 
-tilelang 0.1.13 (tile-ai/tilelang#2424) refuses to lower a sum where it cannot prove that what a thread holds of it is the same
+tilelang 0.1.13 (tile-ai/tilelang#2424) refuses to lower a sum where it cannot prove that the layout of its fragment is the same
 for every thread. `mamba_mimo_bwd_bwd` has such sums, in the plain and in the variable-length form, so that it does not
 compile any more; up to 0.1.12 they were lowered, and right.
 

@@ -7,7 +7,7 @@ Mixers of 0.16.0 and 0.16.1 derive it from `cu_seqlens` and the gathered length.
 `packed_seq_params.seq_idx`, which `PackedSeqParams` fills in only where its caller gave `total_tokens`; else it is None, and nothing is
 said. Up to 0.15.3 they take no packed rows.
 
-The seam surrounds `_ssm_training` and relies on what it is given: activations of the gathered length first, and the
+The seam surrounds `_ssm_training` and relies on its arguments: activations of the gathered length first, and the
 caller's parameters.
 
 The verdict rests on `_ssm_training`, on `forward`, which hands over both, and on all of `PackedSeqParams`.

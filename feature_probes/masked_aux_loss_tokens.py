@@ -5,7 +5,7 @@ number of ranks. Under a padding mask it counts the tokens of the rank in the ve
 in place. Up to 0.15.3 no router counts tokens under a mask; up to 0.18.2 it multiplies by the count alone, for which that of all ranks is
 right. No tree has a repair that gives the gradient of one rank; the one that is proposed (#7481) counts before the sum.
 
-The verdict rests on what counts, what asks for the count, what multiplies by it, and what sums in place.
+The verdict rests on the code that counts, that uses the count, that multiplies by it, and that sums in place.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, https://github.com/NVIDIA/Megatron-LM/pull/7481
 """

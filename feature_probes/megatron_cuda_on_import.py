@@ -20,9 +20,9 @@ WITH_THE_PACKAGE = "asked-with-the-package"
 WITH_HYBRID_MODELS = "asked-with-hybrid-models"
 
 _REACHED_FROM = "megatron.core.inference.contexts.dynamic_context"
-"""What `import megatron.core` executes on main, and what has imported the kernels since #6595."""
+"""Module that `import megatron.core` executes on main, and that has imported the kernels since #6595."""
 _HARMLESS = {"is_available", "is_initialized"}
-"""What `torch.cuda` answers without initialising itself."""
+"""Functions of `torch.cuda` that do not initialise CUDA."""
 
 
 def probe(tree: SourceTree) -> Finding:
@@ -76,7 +76,7 @@ def _asks_cuda(function: ast.expr) -> bool:
 
 
 def _executed_with(function: FunctionNode) -> list[ast.stmt]:
-    """Return what a definition executes: its decorators and the defaults of its arguments."""
+    """Return the expressions that a definition executes: its decorators and the defaults of its arguments."""
     found = [*function.decorator_list, *function.args.defaults, *filter(None, function.args.kw_defaults)]
     return [ast.Expr(value=each) for each in found]
 

@@ -1,4 +1,4 @@
-"""Blocks of heads that Megatron's fused rotary kernels of multi-latent attention are tuned over, and what they do at the ends.
+"""Blocks of heads over which Megatron's fused rotary kernels of multi-latent attention are tuned, and their accesses behind the last head.
 
 A program of such a kernel rotates BLOCK_H heads of one token, and the tuner tries 1 to 128. Where BLOCK_H is smaller than the heads and does
 not divide them, the last block goes on into the next token, or behind the tensor: its mask compares an offset in the block with all heads
@@ -8,8 +8,8 @@ the warps of a program wait for each other (https://github.com/NVIDIA/Megatron-L
 Up to 0.12.3 there are no such kernels. From 0.13.0 to 0.19.2 they are named after queries and keys; on main since 2026-08-17, and on
 dev, they take any tensor. No tree has a repair.
 
-The seam calls upstream's launches with other configurations of the tuner. What a launch passes, and which numbers a program
-reads, decides whether these are right. So the verdict rests on the whole module.
+The seam calls upstream's launches with other configurations of the tuner. The arguments of a launch, and the numbers that a program
+reads, decide whether these are right. So the verdict rests on the whole module.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 is taken only where the vector was gathered from parts of the sequence. Down projections that each rank has all of need
 it without sequence parallelism, too, and those of which a rank has some columns always: their gather splits.
 
-There is no such attention up to 0.9.0, and 0.10.0 and 0.11.0 were not read. The seams stand behind the down projection, and what they
-sum goes through all of `get_query_key_value_tensors`. A sum that upstream takes as well would be one too many.
+There is no such attention up to 0.9.0, and 0.10.0 and 0.11.0 were not read. The seams are behind the down projection, and the values whose
+gradient they sum go through all of `get_query_key_value_tensors`. A second sum by upstream would be one too many.
 
-The verdict rests on all that could sum: what makes keys, the down projections, the constructors, the forward pass, what gathers
-and splits, and what finalizes gradients.
+The verdict rests on all code that could sum: the code that makes keys, the down projections, the constructors, the forward pass, the
+functions that gather and split, and the code that finalizes gradients.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/1699, https://github.com/NVIDIA/Megatron-LM/pull/6839
 """

@@ -1,6 +1,6 @@
 """Probe whether multi-latent attention of Megatron ignores `softmax_scale` of its configuration.
 
-Multi-latent attention, and the absorbed one for sparse attention, scale logits by the root of their head dimension alone. The target is what builds their cores.
+Multi-latent attention, and the absorbed one for sparse attention, scale logits by the root of their head dimension alone. The target is the function that builds their cores.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/3698
 """

@@ -3,7 +3,7 @@
 Where documents are padded, `cu_seqlens_q` counts their tokens and `cu_seqlens_q_padded` says where they lie. From the second
 document on a roll between the former takes labels and masks of neighbours, and zeros in the midst of documents.
 
-The verdict rests on `roll_tensor`, on what it calls for packed rows, and on the class of their parameters.
+The verdict rests on `roll_tensor`, on its callees for packed rows, and on the class of their parameters.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/4494
 """

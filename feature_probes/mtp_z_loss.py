@@ -1,6 +1,6 @@
 """Probe for a z-loss of a repeated prediction layer that is divided by the number of predictions after it is attached.
 
-`TopKRouter.apply_z_loss` attaches the loss to the logits, and divides it afterwards: what is logged is divided, gradients are not.
+`TopKRouter.apply_z_loss` attaches the loss to the logits, and divides it afterwards: the logged value is divided, gradients are not.
 
 The verdict rests on that method, the function that computes the loss and the class that attaches it.
 

@@ -3,7 +3,7 @@
 `_preprocess` cuts the mask where it embeds tokens: on the first stage. Those behind it have a shard of the tokens and the whole mask, and
 their MoE routers end in an error. And it cuts for the ranks of the process's default group, whatever groups the model was given.
 
-No tree has a repair: #5563 was closed, #5088 is open. The verdict rests on that method and on the `forward` that unpacks what it returns.
+No tree has a repair: #5563 was closed, #5088 is open. The verdict rests on that method and on the `forward` that unpacks its result.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5563
 """

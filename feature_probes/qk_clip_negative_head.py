@@ -1,7 +1,7 @@
 """Factors by which Megatron's attention clips query and key weights, which are negative where the largest logit of a head is.
 
 The seam raises largest logits to half the threshold, which is right where they are compared with it, divide it, and are then forgotten: factors of heads
-below it are one. What comes before may only refuse.
+below it are one. Code before that may only raise.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7517
 """

@@ -1,7 +1,7 @@
 """Probe for layers that a recipe quantizes and that do not learn when a step begins.
 
-Transformer Engine keeps a quantized copy of a weight for the microbatches of a step, and makes a new one when it is told that the first one
-is computed. Megatron tells it with `set_is_first_microbatch`.
+Transformer Engine keeps a quantized copy of a weight for the microbatches of a step, and makes a new one when `is_first_microbatch` is set
+on the layer. Megatron sets it with `set_is_first_microbatch`.
 
 The verdict rests on that method.
 
@@ -27,5 +27,5 @@ _ABSENT_WITHOUT = {
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether layers that a recipe quantizes are told that a step begins."""
+    """Return whether `is_first_microbatch` is set on layers that a recipe quantizes."""
     return forms.finding("quant-recipe-stale-weights", TARGET, tree, _ABSENT_WITHOUT)

@@ -1,9 +1,9 @@
 """Probe `CheckpointWithoutOutput` for outputs that are freed although they are its own input.
 
-It frees the storage of what a function returned, and computes it again in the backward pass. A norm that hands on its input as the residual,
+It frees the storage of a function's outputs, and recomputes them in the backward pass. A norm that returns its input as the residual,
 as Transformer Engine's fused one does, has an output in the storage of the input, which the layer adds and the recomputation reads.
 
-The verdict rests on the class, on what frees the outputs of several, and on what they call; FIXED also on the norm and the layers that ask.
+The verdict rests on the class, on the code that frees the outputs of several checkpoints, and on their callees; FIXED also on the norm and the layers that use it.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/4497
 """

@@ -1,7 +1,7 @@
-"""Restoring of Megatron's schedule of learning rate and weight decay, which adds the saved counter of steps to what is there.
+"""Restoring of Megatron's schedule of learning rate and weight decay, which adds the saved counter of steps to the present one.
 
-The seam runs `load_state_dict` from a counter of zero and then takes a step of zero. So the method must come to one `step` by the saved
-number and else take values over, and `step` must count and go through the groups of the optimizer: the self-test sees what it sets there.
+The seam runs `load_state_dict` from a counter of zero and then takes a step of zero. So the method must take one `step` by the saved
+number and otherwise copy values, and `step` must count and set the groups of the optimizer: the self-test reads these settings.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7468
 """

@@ -6,8 +6,8 @@ Up to 0.18.2 there is no TileLang backend, and dev names one that is not in the 
 batch element and other guards, which no record has. 0.19.0 to 0.19.2 and main have the guards. No repair has been seen.
 
 The seam is on `run_fused_absorbed_sparse_attention`, through which the backend calls the dispatcher, because
-`fp8-quantized-unwrap` (pack 03) replaces the dispatcher itself. It asks the dispatcher first and relies on None for what
-it declines. The verdict rests on both, and on the guards and the kernel that the dispatcher names.
+`fp8-quantized-unwrap` (pack 03) replaces the dispatcher itself. It calls the dispatcher first and relies on None for a call
+that it declines. The verdict rests on both, and on the guards and the kernel that the dispatcher names.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
 """

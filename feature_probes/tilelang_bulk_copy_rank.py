@@ -53,7 +53,7 @@ def _switched_on(source: ModuleSource) -> list[tuple[ast.FunctionDef, Evidence]]
     """Return the kernels of a module that do not switch TMA lowering off.
 
     Raises:
-        SourceError: there is no kernel, one has no options that can be read, or the text is longer than what is read.
+        SourceError: there is no kernel, one has no options that can be read, or the text is longer than the limit.
     """
     check_length(source.path, source.text)
     text = "".join(source.text.split())

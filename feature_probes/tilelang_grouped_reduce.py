@@ -20,5 +20,5 @@ ADDED_TOO_OFTEN = "added-too-often"
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether grouped sums may be wrong, from the C++ beside the modules."""
+    """Return whether grouped sums may be wrong, from the C++ files in the package of the modules."""
     return forms.finding("tilelang-grouped-reduce", TARGET, tree)

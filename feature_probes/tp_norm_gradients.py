@@ -1,11 +1,11 @@
 """Probe for gradients of norms that Megatron sums over tensor parallel ranks by the names of their weights.
 
-Without sequence parallelism a replica has a part of its gradient where its rank has some heads alone behind it, and all of it else. The
-finalizer sums what has `q_layernorm` or `k_layernorm` in its name, which is right for norms of heads.
+Without sequence parallelism a replica has a partial gradient where it feeds only the heads of its rank, and the whole gradient otherwise. The
+finalizer sums parameters with `q_layernorm` or `k_layernorm` in their names, which is right for norms of heads.
 
 Up to 0.9.0 there is neither a multi-latent attention nor a gated delta net, and 0.10.0 and 0.11.0 were not read. No tree has a repair.
-A seam chooses anew what is summed, so the verdict rests on whatever else could choose: what finalizes, where latent queries come from
-and go to, and the classes that make and use both norms.
+A seam changes the choice of the summed parameters, so the verdict rests on all code that could choose: the finalizer, the producers and
+consumers of latent queries, and the classes that make and use both norms.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 """

@@ -1,8 +1,8 @@
-"""Save random numbers for the backward pass where torch.compile's activation budget would draw them anew.
+"""Random numbers saved for the backward pass where torch.compile's activation budget would draw them again.
 
-What upstream chooses to save is saved. Added to it is each random value that the backward pass would compute again: the seeds of a graph with Inductor, masks of dropout
-with other backends. Attention without dropout draws nothing, and regions that the model checkpoints itself keep their random state in another way: both are left alone.
-Compiled graphs have keys of their own in torch's cache, so that none is loaded that was cut without this overlay.
+Upstream's choice of saved values is extended by each random value that the backward pass would recompute: the seeds of a graph with Inductor, masks of dropout
+with other backends. Attention without dropout draws no numbers, and regions that the model checkpoints itself keep their random state in another way: both are unchanged.
+Compiled graphs have their own keys in torch's cache, so that no graph is loaded that was partitioned without this overlay.
 
 Source: https://github.com/pytorch/pytorch/issues/190758, https://github.com/pytorch/pytorch/pull/190759
 """
@@ -67,7 +67,7 @@ def _draws(module: ModuleType, node: Any) -> bool:
 
 
 def observe(module: ModuleType) -> Observation:
-    """Choose, with a budget of zero, what is saved of a graph whose backward pass needs random numbers."""
+    """Choose the saved values, with a budget of zero, of a graph whose backward pass needs random numbers."""
     import torch
 
     graph = torch.fx.Graph()

@@ -176,7 +176,7 @@ def _two_ranks(module: ModuleType) -> Iterator[Any]:
 OVERLAY = Overlay(
     id="cp-local-loss-mean",
     pack=28,
-    title="divide the loss of a context parallel rank by what all its ranks count",
+    title="divide the loss of a context parallel rank by the token count of all its ranks",
     target=feature.TARGET,
     probe=feature.probe,
     replacements={feature.OWN_COUNT: (Replacement(symbol=feature.FUNCTION, make=_make),)},

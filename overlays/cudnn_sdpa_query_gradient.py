@@ -1,10 +1,10 @@
-"""Keep attention of transformers away from cuDNN where its backward pass fails: off unless its variable says `on`.
+"""Exclusion of cuDNN from attention of transformers where its backward pass fails: off unless its variable is `on`.
 
-cuDNN scores the padding of the last tile of 128 keys with 0. Where 64 keys are in that tile and logits are near -120, the exponential of what they lack overflows and gradients are
-NaN; so they are for a single query over a multiple of 64 keys. Such calls that record a gradient are computed by the other backends that are switched on, unless the backend hides later
-keys itself, where cuDNN is right. Before that, cuDNN's backward pass is run once on such logits, for each device, dtype and size of heads: where it is right, every call stays as it is.
+cuDNN scores the padding of the last tile of 128 keys with 0. Where 64 keys are in that tile and logits are near -120, the exponential of the difference overflows and gradients are
+NaN. The same happens for a single query over a multiple of 64 keys. Such calls that record a gradient are computed by the other enabled backends, unless the backend masks later
+keys itself, where cuDNN is right. Before that, cuDNN's backward pass is run once on such logits, for each device, dtype and size of heads: where it is right, no call is changed.
 
-It is off by default because other backends round otherwise and may be slower, and most models have no such logits.
+The overlay is off by default because other backends round differently and may be slower, and most models have no such logits.
 
 Source: https://github.com/pytorch/pytorch/issues/196678, https://github.com/NVIDIA/cudnn-frontend/issues/1072
 """
@@ -86,13 +86,13 @@ def _hides(
 
 
 def _sizes(query: Any) -> tuple[int, int]:
-    """Return a size of heads and a number of queries that stand for those of a call: numbers that Dynamo knows."""
+    """Return the head size and number of queries of the check for a call: numbers that Dynamo knows."""
     return 64 if query.shape[-1] <= 64 else 128, 1 if query.shape[-2] == 1 else _TILE // 2
 
 
 @dynamo.constant
 def _others(device: int, dtype: Any, size: int, queries: int) -> tuple[Any, ...]:
-    """Return the backends to choose from without cuDNN; none where the choice stays torch's."""
+    """Return the backends to choose from without cuDNN; empty where torch's choice is kept."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -113,7 +113,7 @@ def _others(device: int, dtype: Any, size: int, queries: int) -> tuple[Any, ...]
 
 
 def _is_right(kernel: _CudnnKernel) -> bool:
-    """Return whether cuDNN's backward pass is known to be right, after asking it once."""
+    """Return whether cuDNN's backward pass is right, by a check that runs once."""
     import torch
 
     if kernel not in _known and not torch.cuda.is_current_stream_capturing():
@@ -125,7 +125,7 @@ def _is_right(kernel: _CudnnKernel) -> bool:
 
 
 def _ask(kernel: _CudnnKernel) -> None:
-    """Run cuDNN's passes on few logits, with a mask and without one; what cuDNN refuses is not chosen either."""
+    """Run cuDNN's passes on few logits, with a mask and without one. A call that cuDNN refuses counts as failed."""
     import torch
 
     _known[kernel] = False
@@ -153,11 +153,11 @@ def _is_finite(kernel: _CudnnKernel, keys: int, has_mask: bool) -> bool:
 
 
 class _CudnnChosen(Exception):  # noqa: N818 - no error
-    """Raised where upstream looks at the layer, with whether cuDNN may be chosen then."""
+    """Raised where upstream reads an attribute of the layer, with whether cuDNN may be chosen then."""
 
 
 class _LayerThatTells:
-    """A layer that tells whether cuDNN may be chosen."""
+    """Stub of a layer that reports whether cuDNN may be chosen."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -166,7 +166,7 @@ class _LayerThatTells:
 
 
 def observe(module: ModuleType) -> Observation:
-    """Call attention over half a tile of keys on a device whose cuDNN is known to fail, and see what may be chosen."""
+    """Call attention over half a tile of keys on a device whose cuDNN is known to fail, and observe which backends may be chosen."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

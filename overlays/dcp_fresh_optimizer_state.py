@@ -1,7 +1,7 @@
-"""Leave an optimizer that has taken no step as one, where torch's distributed checkpoints ask for its state.
+"""State of an optimizer without a step, as torch's distributed checkpoints initialize it.
 
-Upstream makes the state by a step with gradients and learning rates of zero. Here weight decay is zero as well in that step, so moments stay zero, and
-afterwards counters are zero and what `torch.optim` starts with another value has that value. Tensors stay those that upstream made: a checkpoint
+Upstream makes the state by a step with gradients and learning rates of zero. Here weight decay is zero as well in that step, so moments stay zero.
+Afterwards counters are zero, and state that `torch.optim` starts with another value has that value. Tensors stay those that upstream made: a checkpoint
 may be loaded into them. An optimizer that has state, or parameters with gradients, is left to upstream.
 """
 
@@ -47,7 +47,7 @@ def _make(original: Callable[[Any], None], _module: ModuleType) -> Callable[[Any
 
 
 def _begin_anew(optim: Any) -> None:
-    """Set state that a step without gradients, rates and decay has moved to what a first step finds."""
+    """Reset state that a step without gradients, rates and decay has changed to its values before a first step."""
     import torch
 
     first: dict[str, float | str] = {_STEP: 0.0}
@@ -75,7 +75,7 @@ def _set(state: MutableMapping[Any, Any], name: str, value: Any) -> None:
 
 
 class _Counting:
-    """An optimizer with coupled weight decay; one of `torch.optim` would import what compiles."""
+    """Optimizer with coupled weight decay; one of `torch.optim` would import torch.compile."""
 
     def __init__(self, weight: Any) -> None:
         self.state: dict[Any, dict[str, Any]] = {}

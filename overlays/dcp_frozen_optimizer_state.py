@@ -1,8 +1,8 @@
-"""Load the optimizer state of frozen parameters from torch's distributed checkpoints.
+"""Loading of the optimizer state of frozen parameters from torch's distributed checkpoints.
 
-Upstream takes state from a checkpoint where a parameter requires a gradient. Here frozen parameters whose state the checkpoint has require one while upstream loads, so nested, flat, whole
-and broadcast checkpoints are distributed and loaded by upstream's code. Where an optimizer has state of other parameters alone, upstream's function makes that of frozen ones first.
-Afterwards they are frozen again. `FullyShardedDataParallel`, which has parameters of its own, is left to upstream.
+Upstream loads the state of parameters that require a gradient. Here frozen parameters with state in the checkpoint require a gradient while upstream loads, so nested, flat, whole
+and broadcast checkpoints are distributed and loaded by upstream's code. Where an optimizer has state of other parameters only, upstream's function first makes the state of frozen ones.
+Afterwards they are frozen again. `FullyShardedDataParallel`, which has its own parameters, is left to upstream.
 
 Source: https://github.com/pytorch/pytorch/issues/192202
 """
@@ -105,7 +105,7 @@ def _make_state(module: ModuleType, optim: Any, parameters: Collection[Any]) -> 
 
 
 class _Optimizer:
-    """An optimizer that keeps what it is given; one of `torch.optim` would import what compiles."""
+    """Optimizer that records the loaded state; one of `torch.optim` would import torch.compile."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self.state: dict[Any, dict[str, Any]] = {each: {_MOMENT: each.detach()} for each in parameters}

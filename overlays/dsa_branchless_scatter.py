@@ -77,7 +77,7 @@ def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
     def witness(module: ModuleType) -> Observation:
         read, wrong = _measure(module, symbol)
         if wrong is not None:
-            return Observation(broken=False, seen=f"it does not write what the replacement writes: {wrong}")
+            return Observation(broken=False, seen=f"its result differs from that of the replacement: {wrong}")
         return Observation(broken=bool(read), seen=f"{len(read)} reads from the host in six calls")
 
     return witness

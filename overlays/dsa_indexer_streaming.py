@@ -277,7 +277,7 @@ def _loss() -> tuple[dict[str, Any], Any, Any, float]:
 def _witness(module: ModuleType) -> Observation:
     large, wrong = _measure(module)
     if wrong is not None:
-        return Observation(broken=False, seen=f"it does not compute what the replacement computes: {wrong}")
+        return Observation(broken=False, seen=f"its result differs from that of the replacement: {wrong}")
     return Observation(broken=bool(large), seen=_describe(large))
 
 

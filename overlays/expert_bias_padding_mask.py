@@ -1,8 +1,8 @@
-"""Count no padding where a router of Megatron counts tokens for the bias of its experts, and end in no error.
+"""Token counts of Megatron's routers for the bias of experts, without padding.
 
-Upstream lays the mask of tokens over experts. Here padding is taken out of the map of tokens and experts first, and upstream counts what is
-left, without a mask. It runs with its own arguments without a mask, without an expert bias, without gradients, and where the mask is
-no mask of the map's tokens.
+Upstream applies the mask of tokens along the axis of experts, which raises or counts padding. Here padding is first removed from the map of
+tokens and experts, and upstream counts the rest without a mask. Upstream runs with its own arguments without a mask, without an expert bias,
+without gradients, and where the mask does not match the map's tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def observe(module: ModuleType) -> Observation:
             mask = torch.tensor([_MASK[min(each, len(_MAP) - 1)] for each in range(tokens)], device="cpu")
             found: list[object] = []
             try:
-                router._apply_expert_bias(chosen, mask)  # noqa: SLF001 - it is what is replaced
+                router._apply_expert_bias(chosen, mask)  # noqa: SLF001 - the replaced method
                 found += [int(each) for each in router.local_tokens_per_expert]
             except RuntimeError as error:
                 found += [type(error).__name__]
@@ -63,7 +63,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 def _eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Compile nothing for as long as the context lasts, where torch can be told so."""
+    """Return a context without compilation, where torch supports it."""
     import torch
 
     stance = getattr(torch.compiler, "set_stance", None)

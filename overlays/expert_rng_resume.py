@@ -1,7 +1,7 @@
-"""Let each expert rank resume with its own random stream.
+"""Random streams of expert ranks in checkpoints, one for each rank.
 
-Ranks that share a pipeline and a tensor rank save one object. Theirs gets the expert streams of all of them, by expert and expert tensor rank, and a rank that loads it
-takes its own. Where a checkpoint has none for it, because upstream saved it or on fewer ranks, it keeps the stream that it was seeded with; the first rank keeps what was saved.
+Ranks that share a pipeline and a tensor rank save one object. The seam adds the expert streams of all of them, by expert and expert tensor rank, and a rank that loads it
+takes its own. Where a checkpoint has none for a rank, because upstream saved it or fewer ranks did, the rank keeps the stream that it was seeded with; the first rank keeps the saved one.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6858
 """
@@ -18,7 +18,7 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
 
 KEY = "expert_rng_states"
-"""Of the expert streams in the first dictionary of `rng_state`: states by (expert rank, expert tensor rank)."""
+"""Key of the expert streams in the first dictionary of `rng_state`: states by (expert rank, expert tensor rank)."""
 _TRACKED = "rng_tracker_states"
 
 
@@ -91,7 +91,7 @@ def observe(module: Any) -> Observation:
     def gather(found: list[Any], _own: Any, group: Any) -> None:
         found[:] = ((0, 0), first), ((1, 0), second)
 
-    def told(original: Any, **answers: Any) -> Any:
+    def answering(original: Any, **answers: Any) -> Any:
         return Instead(original, **{key: answer(each, getattr(original, key)) for key, each in answers.items()})
 
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
@@ -103,10 +103,10 @@ def observe(module: Any) -> Observation:
     names = {
         "torch": Instead(
             theirs,
-            cuda=told(theirs.cuda, get_rng_state=cpu),
-            distributed=told(theirs.distributed, is_initialized=lambda: True, all_gather_object=gather),
+            cuda=answering(theirs.cuda, get_rng_state=cpu),
+            distributed=answering(theirs.distributed, is_initialized=lambda: True, all_gather_object=gather),
         ),
-        "mpu": told(
+        "mpu": answering(
             module.mpu,
             **sizes,
             get_expert_model_parallel_world_size=lambda: 2,
@@ -115,7 +115,7 @@ def observe(module: Any) -> Observation:
             get_data_parallel_rank=lambda **_: 0,
             get_data_parallel_group=lambda **_: group,
         ),
-        "tensor_parallel": told(
+        "tensor_parallel": answering(
             module.tensor_parallel,
             get_cuda_rng_tracker=lambda: SimpleNamespace(get_states=lambda: {name: (first, second)[rank[0]]}),
         ),

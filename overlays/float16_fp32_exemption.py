@@ -1,12 +1,12 @@
-"""Keep declared fp32 parameters out of the cast that `Float16Module` does when it wraps a model.
+"""Exemption of declared fp32 parameters from the cast of `Float16Module`.
 
 Mamba-3 creates `dt_bias`, `D`, `B_bias`, `C_bias` and the `mimo_*` parameters in fp32, and its kernels read them as
 fp32. Megatron casts them with everything else; restoring fp32 afterwards restores the dtype, not the bits. So an
 exempt parameter is never cast: while upstream's constructor runs it is out of the module tree, and then the same
 object is back in the same place. Nothing runs per forward or per step.
 
-What is exempt is decided in `megacpp_overlays.fp32_marks`, by parameter identity, so that every registration of a
-tied parameter is. A parameter that is not fp32 at that moment is left to upstream. Everything else, every buffer
+`megacpp_overlays.fp32_marks` decides by parameter identity which parameters are exempt, so that every registration of a
+tied parameter is exempt. A parameter that is not fp32 at that moment is left to upstream. Everything else, every buffer
 included, goes through upstream's cast unchanged. On a Megatron that honours marks the overlay only sets them.
 
 Neighbours:

@@ -1,6 +1,6 @@
-"""Number the sharded state of `Float16OptimizerWithFloat16Params` like its inner optimizer does.
+"""Numbers of parameters in the sharded state of `Float16OptimizerWithFloat16Params`, as its inner optimizer counts them.
 
-A model with bf16 and native fp32 parameters is what `float16-fp32-exemption` leaves behind, and up to 0.19.2 its
+With `float16-fp32-exemption` a model has bf16 and native fp32 parameters, and up to 0.19.2 its
 state is then mapped to the wrong parameters: saving a checkpoint usually fails (ValueError, KeyError or
 AssertionError), and where the last parameters have no state yet it is written under the names of others. A
 checkpoint that was written so cannot be recognised and is not repaired.
@@ -66,7 +66,7 @@ def _replica(entry: Any) -> Any:
     """Return an entry as a replica, which is not written, for a group without copies.
 
     Loading cannot merge an empty list with its neighbours, so such a group has one entry. There is no copy to read it into. An
-    entry of the group's own is none to write: where layers are stacked under one name, it is a part of what has that name.
+    entry of the group's own must not be written: where layers are stacked under one name, it is a part of that tensor.
     """
     first, *others = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
     number = (first + 1, *others)

@@ -1,11 +1,11 @@
 """Quantized query and key tensors at the dispatcher of the fused SparseMLA kernel.
 
-A quantized tensor of Transformer Engine passes for bf16 (see `megacpp_overlays.runtime.quantized`). Depending on the tree the
-dispatcher hands its null pointer to the kernel, or dequantizes it by accident and the run loses FP8 without a word.
-The seam looks at the query and the key first. Plain tensors go on untouched, for the price of comparing two types.
-A quantized one goes to the FP8-aware kernel that is registered (`megacpp_overlays.fp8_sparse_mla`), or is dequantized
-once, with its gradient, and a line says so, once per tensor and recipe, on every rank. Everything else stays upstream's, refusals
-included: where upstream declines, its caller gets the quantized tensors and what they do there is as before.
+A quantized tensor of Transformer Engine looks like bf16 (see `megacpp_overlays.runtime.quantized`). Depending on the tree the
+dispatcher passes its null pointer to the kernel, or dequantizes it by accident and the run silently loses FP8.
+The seam checks the query and the key first. Plain tensors are passed on, at the cost of comparing two types.
+A quantized one goes to the registered FP8-aware kernel (`megacpp_overlays.fp8_sparse_mla`), or is dequantized
+once, with its gradient, and a line is logged once per tensor and recipe, on every rank. Everything else stays upstream's, refusals
+included: where upstream declines, its caller gets the quantized tensors as before.
 
 The dispatcher lived in two modules, so the overlay has two parts.
 """
@@ -89,11 +89,11 @@ def _log(text: str) -> None:
 
 
 def observe(module: ModuleType, symbol: str) -> Observation:
-    """Call the dispatcher that callers reach with quantized query and key, and look at what the kernel gets.
+    """Call the dispatcher that callers reach with quantized query and key, and inspect the arguments of the kernel.
 
-    The kernel is TileLang's and may be missing, so a recorder stands in its place meanwhile, one at a time. Calls of
+    The kernel is TileLang's and may be missing, so a recorder replaces it meanwhile, one at a time. Calls of
     other threads pass through it, or, where the kernel is missing, get an output of one axis, which every known
-    dispatcher declines as it declines a missing kernel. One window stays: a thread that asked for the kernel while the
+    dispatcher declines as it declines a missing kernel. One race remains: a thread that read the kernel while the
     recorder was there, and calls it when None is back, gets AttributeError. The quantized tensors are ours: Transformer
     Engine may be missing too, and is never imported.
     """

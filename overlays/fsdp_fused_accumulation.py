@@ -1,7 +1,7 @@
-"""Let layers that add gradients to the buffer of Megatron-FSDP themselves add those of all microbatches where gradients are not sharded.
+"""Accumulation of weight gradients over microbatches by fused layers under Megatron-FSDP, where gradients are not sharded.
 
-With fused accumulation of weight gradients Transformer Engine's layers write to `main_grad`, over what is there if a parameter has `overwrite_main_grad`. Megatron-FSDP sets that for all strategies whenever weights are gathered, and only sharded
-gradients leave the buffer after each microbatch. Here it is unset for the others afterwards, as upstream's has it since #6357.
+With fused accumulation of weight gradients Transformer Engine's layers write to `main_grad`, and overwrite it if a parameter has `overwrite_main_grad`. Megatron-FSDP sets this flag for all strategies whenever weights are gathered, but only sharded
+gradients leave the buffer after each microbatch. Here the flag is cleared for the others afterwards, as upstream does since #6357.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6357
 """
@@ -50,7 +50,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 def _whole(strategy: str) -> Any:
-    """Return what the method reads of a model whose pipeline gathers nothing."""
+    """Return a stub with the attributes that the method reads, of a model whose pipeline gathers nothing."""
     return SimpleNamespace(
         data_parallel_sharding_strategy=strategy,
         all_gather_pipeline=SimpleNamespace(all_gather_params=lambda *_, **__: None),

@@ -1,10 +1,10 @@
-"""Reduce the gradients of each microbatch apart from those of earlier ones where no other rank has a part of them.
+"""Separate buckets for the gradients of each microbatch in Megatron-FSDP buffers of one rank.
 
 Megatron-FSDP does not shard a gradient buffer whose data parallel group is one rank: each expert's where expert parallelism takes all data parallel ranks, and each parameter's of one rank.
-Such a buffer is reduced and added up in every microbatch like one that is sharded, and holds both the sum and what is to be reduced.
+Such a buffer is reduced and accumulated in every microbatch like a sharded one, but holds both the sum and the gradients to reduce.
 
-Here it is used as the one shard that it is: a microbatch has a bucket of its own, which is added to the buffer and freed, as with more ranks. Its gradients are scaled before
-they are reduced, for a product of NCCL is none on one rank. Strategies that shard no gradients, buffers of more ranks, and those that are sharded once more over outer data parallel ranks are upstream's.
+Here it is used as its only shard: a microbatch has its own bucket, which is added to the buffer and freed, as with more ranks. Its gradients are scaled before
+they are reduced, because NCCL applies no product on one rank. Strategies that shard no gradients, buffers of more ranks, and those that are sharded once more over outer data parallel ranks are upstream's.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/6660, https://github.com/NVIDIA/Megatron-LM/pull/6773
 """
@@ -75,7 +75,7 @@ def observe(module: ModuleType) -> Observation:
 OVERLAY = Overlay(
     id="fsdp-lone-rank-gradients",
     pack=56,
-    title="accumulate Megatron-FSDP's gradients of one rank apart from what is reduced",
+    title="accumulate Megatron-FSDP's gradients of one rank apart from the gradients that are reduced",
     target=feature.TARGET,
     probe=feature.probe,
     replacements={

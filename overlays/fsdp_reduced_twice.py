@@ -17,7 +17,7 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 
 def _leaving(*strategies: str) -> Callable[[Callable[..., None], ModuleType], Callable[..., None]]:
-    """Return what makes a method that leaves gradients of some strategies to the step."""
+    """Return the maker of a method that leaves gradients of some strategies to the step."""
 
     def make(original: Callable[..., None], _module: ModuleType) -> Callable[..., None]:
         def reduce_gradients(self: Any, params: Any, *arguments: Any, **more: Any) -> None:

@@ -1,11 +1,11 @@
-"""Take the loss of gathered logits from the share of each tensor parallel rank.
+"""Loss of gathered logits from the part of the vocabulary of each tensor parallel rank.
 
 A language model that gathers its logits, because it was made with `parallel_output=False` or is called with `runtime_gather_output=True`, gives them
 to a cross entropy over shares of the vocabulary when there are labels. All classes count once for each rank: the loss is the logarithm of the
 number of ranks too large, and gradients are wrong.
 
-The method that takes the loss gets what upstream's contract says that it gets: where logits are as wide as the vocabulary and there are several
-ranks, each rank's share of them, whose gradient is gathered again on the way back. Logits that a model returns stay gathered.
+The method that computes the loss gets logits as upstream's contract demands: where logits are as wide as the vocabulary and there are several
+ranks, each rank's part of them, whose gradient is gathered again in the backward pass. Logits that a model returns stay gathered.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 """

@@ -1,24 +1,24 @@
-"""Let a gated delta net with packed sequences be captured into a CUDA graph, for the lengths that it was warmed up with.
+"""CUDA graph capture of a gated delta net with packed sequences, for the lengths of its warm-up.
 
-Outside a capture every check is upstream's own, and what passed is noted for the tensor object, not on it: a copy of its content
-on its device, and what it was checked for. While the current stream is captured only such a tensor is accepted, and only
-if it passed for queries and for keys, so that the two are one tensor: `torch.equal` answers for one piece of memory
-without looking (torch 2.1 and newer). An assertion that runs with every replay then holds the content to the copy.
+Outside a capture every check is upstream's own. A passed check is recorded in a weak mapping by tensor object: a copy of the content
+on its device, and the parameters of the check. While the current stream is captured only a recorded tensor is accepted, and only
+if it passed both for queries and for keys, so that the two are one tensor: `torch.equal` returns for the same memory
+without a comparison (torch 2.1 and newer). An assertion that runs with every replay then compares the content with the copy.
 
-That is narrower than the checks, on purpose. The kernels of flash-linear-attention look up the chunks of `cu_seqlens`
-on the host, and keep the table by identity of the tensor; a graph replays the chunks of the warm-up. With other lengths
-in the same tensor it would compute something else and say nothing. Where the assertion fails, the next synchronisation
+This is narrower than the checks, on purpose. The kernels of flash-linear-attention look up the chunks of `cu_seqlens`
+on the host, and cache the table by identity of the tensor; a graph replays the chunks of the warm-up. With other lengths
+in the same tensor it would silently compute wrong results. Where the assertion fails, the next synchronisation
 reports a device-side assertion and the process is lost.
 
-The copy belongs to the graph from then on, which reads its memory, so it is never replaced. A tensor is compared with its copy
+The graph reads the memory of the copy, so the copy is never replaced. A tensor is compared with its copy
 each time that it passes outside a capture, where upstream waits for the device anyway: PyTorch does not count every write. If
-it holds other lengths it is refused in every later capture, even if they passed: the kernels would still take the table
-of the first ones. Graphs that exist are held to the first lengths by their assertion.
+it holds other lengths it is refused in every later capture, even if they passed: the kernels would still use the table
+of the first ones. The assertion of an existing graph demands the first lengths.
 
 So this is for a graph over static buffers and one packing, such as a whole step over sequences of fixed lengths.
 Megatron's own graphs for each layer are refused with a reason: the local ones clone their inputs, and those of
-Transformer Engine take no packed sequences, or, on dev, one tensor for queries and another for keys. Any packing in one
-graph needs tables that are made on the device, which is what Megatron-LM#6796 is about.
+Transformer Engine take no packed sequences, or, on dev, one tensor for queries and another for keys. Support for any packing in one
+graph needs tables that are made on the device, the subject of Megatron-LM#6796.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Checked(NamedTuple):
     """Checks that a `cu_seqlens` tensor passed."""
 
     content: Any
-    """Copy of the tensor when it first passed."""
+    """Copy of the tensor at its first passed check."""
     passed: frozenset[tuple[str, int, int]]
     """Role, tokens and context parallel ranks of each check."""
     rewritten: bool
-    """Whether it held anything else when it passed later."""
+    """Whether its content differed from the copy at a later check."""
 
 
 _checked: TensorNotes[_Checked] = TensorNotes()
@@ -83,7 +83,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def _remember(cu_seqlens: Any, passed: tuple[str, int, int]) -> None:
-    """Note that a tensor passed, what it held the first time, and whether it has held anything else."""
+    """Record a passed check of a tensor, its content at the first check, and whether the content has differed since."""
     import torch
 
     before = _checked.get(cu_seqlens)
@@ -101,7 +101,7 @@ def _resolver(module: ModuleType, symbol: str) -> Callable[..., Any]:
 
 
 def _checks(module: ModuleType, symbol: str) -> str | None:
-    """Return what upstream's checks, outside a capture, get wrong on the CPU."""
+    """Return the first error of upstream's checks outside a capture, on the CPU, or None."""
     import torch
 
     resolve = _resolver(module, symbol)
@@ -122,7 +122,7 @@ def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
         with graph_capture.host_reads() as read:
             wrong = _checks(module, symbol)
         if wrong is not None:
-            return Observation(broken=False, seen=f"not what is known: {wrong}")
+            return Observation(broken=False, seen=f"unknown behaviour: {wrong}")
         return Observation(broken=bool(read), seen=f"{len(read)} reads from the host in three calls")
 
     return witness
@@ -130,7 +130,7 @@ def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
 
 def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
     def self_test(module: ModuleType) -> Observation:
-        """Check once outside a capture, rehearse one with the tensor that passed, and one with others."""
+        """Check outside a capture, then rehearse captures with the tensor that passed and with other tensors."""
         import torch
 
         if (wrong := _checks(module, symbol)) is not None:

@@ -1,12 +1,12 @@
-"""Let gradients of Megatron's balancing loss over the global batch add up over data parallel ranks: off unless its variable says `on`.
+"""Gradient scale of Megatron's balancing loss over the global batch, the number of data parallel ranks: off unless its variable is `on`.
 
-`global_aux_loss` of a rank is the rank's share of a loss over all data parallel ranks. Gradients of those are averaged, so the router learns from
-a loss that is as many times too small as there are ranks. What is logged is the sum of shares, and right.
+`global_aux_loss` of a rank is the rank's part of a loss over all data parallel ranks. Gradients of the ranks are averaged, so the router learns
+from a loss that is too small by a factor of the number of ranks. The logged value is the sum of the parts, and right.
 
-Upstream's method runs as it is, on scores whose gradient is multiplied by the number of data parallel ranks. They reach nothing but this loss.
+Upstream's method runs unchanged, on scores whose gradient is multiplied by the number of data parallel ranks. The scores are used by this loss only.
 Under a padding mask with `calculate_per_token_loss` gradients are upstream's: there releases disagree about which tokens they multiply by.
 
-It is off by default because coefficients were tuned as it is.
+The overlay is off by default because coefficients were tuned with upstream's scale.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/3672, https://github.com/NVIDIA/Megatron-LM/pull/5007
 """

@@ -1,20 +1,20 @@
-"""Give Megatron's fused linear cross entropy an entry on GPUs that its dispatcher does not know.
+"""Portable entry of Megatron's fused linear cross entropy for GPUs that its dispatcher refuses.
 
-The seam is `_get_platform`, the one way to the dispatcher. Upstream is asked first, so what it serves it keeps: a
+The seam is `_get_platform`, the only access to the dispatcher. Upstream is called first and keeps the devices that it supports: a
 Blackwell GPU always, and a Hopper GPU where the tree has an entry for it. Only a refusal of capability 8, 9 or 12 is
-answered, with the portable entry of `kernels.linear_cross_entropy.entry`; any other refusal stays as it is, and so does
-that of an AMD GPU, whose capability is also called 9. The device is asked at the first call, never at import, and
+replaced, by the portable entry of `kernels.linear_cross_entropy.entry`. Any other refusal is unchanged, and so is
+that of an AMD GPU, whose capability is also called 9. The device is queried at the first call, never at import, and
 once, as upstream does.
 
-Where nothing was measured, on capability 8 and 12 and with another Triton than 3.6, the log says so in one sentence, and the
-entry is the plain one: cuBLAS over all tokens, between two passes that Triton's interpreter agrees with.
+On capability 8 and 12 and with another Triton than 3.6, which were not measured, the log has a warning, and the
+entry is the plain one: cuBLAS over all tokens, between two passes that were verified in Triton's interpreter.
 
-Upstream's singleton is left as a refusal leaves it, and its cached getter keeps no refusal: there is nothing to reset,
-neither when an earlier call failed nor when the overlay is undone. `_get_platform.cache_clear()` makes the next call
-ask again.
+Upstream's singleton keeps its state after a refusal, and its cached getter does not cache a refusal. So no reset is needed
+after a failed call or when the overlay is undone. `_get_platform.cache_clear()` makes the next call
+query the device again.
 
-A tree with an entry for Hopper whose kernels cannot be imported (they need nvidia-cutlass-dsl and cuda-python) dies with
-an AttributeError on a Hopper GPU; there the portable entry steps in, with a warning.
+A tree with an entry for Hopper whose kernels cannot be imported (they need nvidia-cutlass-dsl and cuda-python) ends in
+an AttributeError on a Hopper GPU. There the portable entry is used, with a warning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REFUSED_BY_ALL = (8, 12)
 """Major compute capabilities without a branch in every broken shape. To ask for 9 could import upstream's kernels."""
 _HOPPER_ENTRY = "megatron.core.fusions.linear_cross_entropy.hopper.entry"
 SERVED = frozenset({8, 9, 12})
-"""Major compute capabilities that the portable entry serves: those for which all its parts are made."""
+"""Major compute capabilities that all parts of the portable entry support."""
 
 FORWARD = ("hidden", "weight", "labels", "tp_group", "reduction", "ignore_index", "sequence_parallel")
 BACKWARD = (
@@ -97,7 +97,7 @@ def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any
         def cache_info() -> Any:
             return original.cache_info()  # type: ignore[attr-defined]
 
-        # Upstream's getter is a functools cache, and a cache can be asked and cleared.
+        # Upstream's getter is a functools cache, with these two methods.
         vars(_get_platform).update(cache_clear=cache_clear, cache_info=cache_info)
         return _get_platform
 
@@ -105,7 +105,7 @@ def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any
 
 
 def _say_what_was_not_measured() -> None:
-    """Say so, once; to decline would leave a refusal. The entry's products are cuBLAS's there, over all tokens."""
+    """Log once that the device was not measured. It is not declined, which would keep the refusal: cuBLAS computes all tokens there."""
     import torch
 
     from megacpp_overlays.kernels.measured import declines
@@ -127,13 +127,13 @@ def _major_capability() -> int | None:
 
 
 def _lacks_kernels(major: int | None) -> bool:
-    """Return whether upstream's own entry for this device could not import what it needs."""
+    """Return whether upstream's own entry for this device could not import its kernels."""
     entry = sys.modules.get(_HOPPER_ENTRY)
     return major == _HOPPER and entry is not None and not hasattr(entry, "forward")
 
 
 def _portable_platform(module: ModuleType) -> Any:
-    """Return a platform with the portable entry, beside upstream's singleton."""
+    """Return a platform with the portable entry, separate from upstream's singleton."""
     from megacpp_overlays.kernels.linear_cross_entropy import entry
 
     platform = object.__new__(module.Platform)
@@ -145,7 +145,7 @@ def _portable_platform(module: ModuleType) -> Any:
 def _witness(module: ModuleType) -> Observation:
     """Run upstream's constructor with a made-up device.
 
-    The function runs with other globals, so nothing that other threads can see is touched and no device is asked.
+    The function runs with other globals, so no object of other threads is changed and no device is queried.
     """
     refused = [major for major in _REFUSED_BY_ALL if _refuses(module.Platform.__init__, major)]
     seen = f"the dispatcher refuses compute capability {', '.join(map(str, refused)) or 'neither 8 nor 12'}"
@@ -165,7 +165,7 @@ def _refuses(constructor: FunctionType, major: int) -> bool:
 
 
 def _self_test(module: ModuleType) -> Observation:
-    """Look at the getter that upstream's autograd function reaches, and at what it would hand out; then run that.
+    """Inspect the getter that upstream's autograd function reaches and the platform that it would return; then run the platform.
 
     Upstream's functions run on the CPU, with the entry below them; see `rehearsal`.
     """

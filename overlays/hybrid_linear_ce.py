@@ -1,22 +1,22 @@
-"""Give Megatron's hybrid model the output layer that computes the fused linear cross entropy, as its GPT model has it.
+"""Output layer with fused linear cross entropy for Megatron's hybrid model, as in its GPT model.
 
-Two seams, and both do nothing unless the config says `cross_entropy_loss_fusion` with `cross_entropy_fusion_impl` of
+There are two seams. Both do nothing unless the config has `cross_entropy_loss_fusion` with `cross_entropy_fusion_impl` of
 `linear`. After the constructor the output layer's class becomes upstream's own `LinearCrossEntropyModule`. It is the
-same object with the same parameter, hooks, and arguments, so state dicts, sharded ones, the tie to the embedding and
-whatever looks for a class by name (Megatron FSDP does) see what they see on a GPT model.
+same object with the same parameter, hooks, and arguments. So state dicts, sharded ones, the tie to the embedding and
+code that looks for a class by name (Megatron FSDP does) behave as on a GPT model.
 
-`forward` runs upstream's own code, on a view of the model: the same model, but for an output layer that answers with
-the loss, and for the two steps behind it, which would make a loss of logits. Nothing is set on the model meanwhile.
-The loss comes out of the one call of the layer, where hooks that gather a sharded weight expect its use. Without
-labels, in inference above all, the layer makes logits as before.
+`forward` runs upstream's own code on a proxy of the model. The proxy has another output layer, which returns
+the loss, and replaces the two steps after it, which would compute a loss from logits. No attribute of the model is set meanwhile.
+The loss is computed in the one call of the layer, where hooks that gather a sharded weight expect its use. Without
+labels, as in inference, the layer makes logits as before.
 
-MuP multiplies logits, and there are none: the hidden states are multiplied, in the main loss and in that of MTP,
-(m h) W' for m (h W'). It is the same up to one rounding of the hidden states, and exact where the multiplier is a
+MuP multiplies logits, which are not made here. So the hidden states are multiplied, in the main loss and in that of MTP:
+(m h) W' for m (h W'). The result is the same up to one rounding of the hidden states, and exact where the multiplier is a
 power of two. Upstream's GPT model does neither: its main loss ends in a TypeError, its MTP loss is not scaled.
 
-As on a GPT model with this loss: a label of -100 counts nothing, `runtime_gather_output` means nothing where a loss is
-asked for, and acceptance rates of MTP are not counted. MXFP8 for the output projection excludes it, which GPT says
-with a TypeError at the first step and this says when the model is built.
+As on a GPT model with this loss: a label of -100 counts nothing, `runtime_gather_output` has no effect on a
+loss, and acceptance rates of MTP are not counted. The loss excludes MXFP8 for the output projection. GPT raises
+a TypeError for both at the first step; the hybrid model raises when it is built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FUSED = "fuse_linear_cross_entropy"
 
 
 class _View:
-    """Another object, with some attributes of its own; whatever else is asked or set is that object's."""
+    """Proxy for an object with some attributes replaced. Other attributes are read and set on the object."""
 
     def __init__(self, seen: Any, **own: Any) -> None:
         for name, value in {**own, "_seen": seen}.items():
@@ -50,7 +50,7 @@ class _View:
 
 
 class _LayerThatAnswers(_View):
-    """An output layer that answers with the loss for these labels, and scales what goes into any loss."""
+    """Proxy for an output layer that returns the loss for these labels, and scales the hidden states of any loss."""
 
     def __call__(self, hidden: Any, *, output_cross_entropy_loss: bool = False, **arguments: Any) -> Any:
         layer, scale, labels = (vars(self)[name] for name in ("_seen", "_scale", "_labels"))
@@ -63,7 +63,7 @@ class _LayerThatAnswers(_View):
 
 
 def _view(model: Any, labels: Any) -> _View:
-    """Return the model as upstream's forward is to see it."""
+    """Return the proxy of the model for upstream's forward."""
     scale = model.config.mup_output_mult if model.config.use_mup else 1.0
     own: dict[str, Any] = {"output_layer": _LayerThatAnswers(model.output_layer, _scale=scale, _labels=labels)}
     if labels is not None:
@@ -73,7 +73,7 @@ def _view(model: Any, labels: Any) -> _View:
 
 
 def _fuse_output_layer(model: Any, layer_class: type, fp8_utils: ModuleType) -> None:
-    """Make the output layer of a new model one that computes the loss, where the config asks for that.
+    """Change the class of a new model's output layer to the one that computes the loss, where the config asks for it.
 
     Raises:
         ValueError: the config asks for an MXFP8 output projection, too.
@@ -108,7 +108,7 @@ def _constructor(original: Callable[..., Any], _module: ModuleType) -> Callable[
 
 
 def _upstream_parts() -> tuple[type, ModuleType]:
-    """Return the class of the fused output layer, and the module that knows whether MXFP8 takes that layer."""
+    """Return the class of the fused output layer, and the module that knows whether MXFP8 is used for that layer."""
     layer_class: type = getattr(importlib.import_module(feature.LINEAR), feature.LAYER)
     return layer_class, importlib.import_module("megatron.core.fp8_utils")
 
@@ -132,7 +132,7 @@ def _forward(original: Callable[..., Any], _module: ModuleType) -> Callable[...,
 
 
 class _OutputLayer:
-    """Stands for an output layer, and remembers what it was asked."""
+    """Stub of an output layer that records its arguments."""
 
     sequence_parallel = False
 
@@ -146,7 +146,7 @@ class _OutputLayer:
 
 
 class _Quiet(SimpleNamespace):
-    """A config in which whatever is not said is off."""
+    """Namespace whose missing attributes are False."""
 
     def __getattr__(self, name: str) -> Any:
         return False
@@ -156,8 +156,8 @@ def _try(module: ModuleType) -> tuple[str | None, bool]:
     """Run the model's own forward, with a stack that does nothing.
 
     Returns:
-        The error that upstream ends with, and whether the output layer was asked for the loss, of scaled hidden states,
-        and its answer came back.
+        The error that upstream ends with, and whether the output layer was called for the loss of scaled hidden states
+        and its result was returned.
     """
     import torch
 
@@ -190,7 +190,7 @@ def _witness(module: ModuleType) -> Observation:
 
 
 def _self_test(module: ModuleType) -> Observation:
-    """Ask the same again; then ask what the view relies on of the layer and of the scale, with made-up numbers."""
+    """Run the model again, and then check the proxy's assumptions about the layer and the scale, with made-up numbers."""
     error, right = _try(module)
     layer_class, fp8_utils = _upstream_parts()
     (plain,) = layer_class.__bases__
@@ -209,7 +209,7 @@ def _self_test(module: ModuleType) -> Observation:
 
 
 def _scales(model_class: Any) -> bool:
-    """Return whether MuP multiplies logits by what the view multiplies hidden states by."""
+    """Return whether MuP multiplies logits by the same factor as the proxy multiplies hidden states."""
     config = _config()
     scaled = model_class._scale_logits(SimpleNamespace(config=config), 3.0)  # noqa: SLF001
     return bool(scaled == 3.0 * config.mup_output_mult)
@@ -222,9 +222,9 @@ def _config() -> _Quiet:
 def _answers_as_logits_would(model_class: Any, layer_class: Any) -> bool:
     """Return whether the loss through the view and the layer is that of upstream's scaled logits, label by label.
 
-    The layer's own methods run, with hidden states that are scaled for MuP, and what they call, down to the entry of a
-    device; there the portable one computes on the CPU. They run with other globals, so nothing that other threads can see
-    is touched and no device is asked; see `rehearsal`.
+    The layer's own methods run, with hidden states that are scaled for MuP, and the code that they call, down to the entry of a
+    device. There the portable entry computes on the CPU. They run with other globals, so no object of other threads
+    is changed and no device is queried; see `rehearsal`.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Let an output layer learn in Liger's fused linear cross entropy where hidden states want no gradient.
+"""Gradients of the output layer in Liger's fused linear cross entropy where hidden states need none.
 
 The loss computes gradients of weights and biases in its forward pass, and only where hidden states need one. With grad mode on, and weights or a bias that
-learn, the callers hand over hidden states that need a gradient: a view of them without history, whose own gradient is dropped with the graph. Evaluation,
-`reduction="none"`, and hidden states or layers of which upstream knows what they want, are left to upstream.
+learn, the callers now pass hidden states that need a gradient: a detached view of them, whose own gradient is dropped with the graph. Evaluation,
+`reduction="none"`, and hidden states or layers that upstream handles right, are left to upstream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _make_function(original: Callable[..., Any], _module: ModuleType) -> Callabl
     def liger_fused_linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
         given = liger.named(names, defaults, args, kwargs)
         if given is None or not _learns_alone(given["input"], given["weight"], given["bias"], given["reduction"]):
-            return original(*args, **kwargs)  # which says what does not fit
+            return original(*args, **kwargs)  # upstream raises for arguments that do not fit
         return original(**{**given, "input": learnable(given["input"])})
 
     return liger_fused_linear_cross_entropy

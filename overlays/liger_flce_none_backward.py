@@ -1,20 +1,20 @@
-"""Fused linear cross entropy with `reduction="none"`: scale each token's gradient by its own upstream gradient.
+"""Gradients of fused linear cross entropy with `reduction="none"`, each token's scaled by its own upstream gradient.
 
-Both passes are those of `megacpp_overlays.kernels`: the forward pass leaves two or three numbers a token, and the
-backward pass computes the logits again, block by block, or takes those that were kept; see `kernels.linear_cross_entropy.memory`
-for that choice. Every other reduction goes to upstream's own code, both ways.
+Both passes are those of `megacpp_overlays.kernels`. The forward pass saves two or three numbers a token, and the
+backward pass recomputes the logits block by block, or uses saved ones; see `kernels.linear_cross_entropy.memory`
+for that choice. Every other reduction goes to upstream's own code in both passes.
 
-The losses are upstream's but for rounding, and nearer to the truth: sums and the factor of token scaling are float32
-here. The weight gradient is one product for each class, summed in float32, so `accum_dtype` is accepted and makes no
-difference. Nothing is read from the host, so a step can be captured in a CUDA graph.
+The losses are upstream's to rounding, and more accurate: sums and the factor of token scaling are float32
+here. The weight gradient is one product for each class, summed in float32, so `accum_dtype` is accepted and has no
+effect. Nothing is read from the host, so a step can be captured in a CUDA graph.
 
-Upstream's forward pass runs too, before ours and without gradients where the release can do that, where
+Upstream's forward pass runs too, before ours and without gradients where the release can do that, in two cases:
 
 - token accuracy or predicted tokens are asked for: all outputs are upstream's then. Five products instead of four.
-- something about the arguments is unusual, so that upstream may refuse them, and then says why.
+- the arguments are unusual, so that upstream may refuse them with its own error.
 
-The releases that are repaired compute their gradients in the forward pass, so nothing that is written between the passes
-reaches them. Here
+The releases that are repaired compute their gradients in the forward pass, so writes between the passes
+do not affect them. Here
 
 - targets, bias and class weights are copied: a static or prefetch buffer may take the next batch before the backward pass.
 - hidden states and the weight of the output layer are read again, as in liger-kernel 0.8.2, where gradients per token are
@@ -54,10 +54,10 @@ _STATE = "megacpp_per_token"
 
 
 class _State(NamedTuple):
-    """What a forward pass leaves beside its tensors."""
+    """State of a forward pass for the backward pass, other than saved tensors."""
 
     names: tuple[str, ...]
-    """Of upstream's arguments, one gradient each."""
+    """Names of upstream's arguments; the backward pass returns one gradient for each."""
     terms: Terms
     memory: Memory
     input_dtype: torch.dtype
@@ -82,7 +82,7 @@ def _forward(
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
             given = liger.named(names, defaults, args, kwargs)
             if given is None or given["reduction"] != "none":
-                return original(ctx, *args, **kwargs)  # which says what does not fit
+                return original(ctx, *args, **kwargs)  # upstream raises for arguments that do not fit
             if _is_usual(given):
                 losses, z_losses = compute(ctx, names, given)
                 return losses, z_losses, *[None] * (outputs - 2)
@@ -102,12 +102,12 @@ def _forward(
 
 
 def _requiring_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Return detached hidden states with `requires_grad` set, which an inference tensor refuses and its copy does not."""
+    """Return detached hidden states with `requires_grad` set; an inference tensor is copied, because it refuses the flag."""
     return (x.clone() if x.is_inference() else x).requires_grad_()
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:
-    """Return whether our forward pass gives all that these arguments ask for.
+    """Return whether our forward pass computes everything that these arguments ask for.
 
     Raises:
         ValueError: there are fewer targets than tokens. Upstream reads past their end.
@@ -118,13 +118,13 @@ def _is_usual(given: Mapping[str, Any]) -> bool:
 def _compute(
     ctx: Any, names: tuple[str, ...], given: Mapping[str, Any], memory: Memory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run our forward pass, and leave in the context what the backward pass needs.
+    """Run our forward pass, and save the backward pass's inputs in the context.
 
     Args:
         ctx: of autograd.
         names: of all arguments.
         given: their values.
-        memory: None means what the process chose.
+        memory: None means the choice of the process.
 
     Returns:
         Losses and z-losses of the tokens, in upstream's dtypes; no z-losses if they were not asked for.
@@ -136,7 +136,7 @@ def _compute(
     from megacpp_overlays.kernels.linear_cross_entropy.saved_tensors import private_copy, save
 
     memory = memory or process_wide()
-    # Without grad mode the node still says what would need a gradient, but has nowhere to send one.
+    # Without grad mode the node still has needs_input_grad, but no next functions to send gradients to.
     comes_back = any(ctx.needs_input_grad) and bool(getattr(ctx, "next_functions", True))
     call = liger.understood(given)
     x, layer = given["_input"], call.layer
@@ -199,7 +199,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
 
 
 def _witness(module: ModuleType) -> Observation:
-    """Look at the loaded objects. Running upstream's backward pass would launch a kernel."""
+    """Inspect the loaded objects. Running upstream's backward pass would launch a kernel."""
     core = inspect.signature(getattr(module, feature.CORE_FORWARD)).parameters
     if "token_grad_output" in core:
         return Observation(broken=False, seen=f"{feature.CORE_FORWARD} takes token_grad_output")
@@ -223,13 +223,13 @@ def _ascend_takes_over(module: ModuleType) -> bool:
 
 
 def _self_test(module: ModuleType) -> Observation:
-    """Run the backward pass that callers reach on four tokens, as our forward pass leaves them.
+    """Run the backward pass that callers reach on four tokens of our forward pass.
 
     Hidden size 1, two classes, weights (ln 3, 0): a token with hidden state x has probabilities
     3**x / (3**x + 1) and 1 / (3**x + 1). The first upstream gradient is 0 and the third token is ignored, so only
     the second and the fourth count: they give the logits (1.8, -1.8) and (-0.5, 0.5).
 
-    In float64, which neither autocast nor Triton's interpreter takes part in, and without the choice of memory that
+    In float64, which neither autocast nor Triton's interpreter affects, and without the choice of memory that
     the process makes when it trains.
     """
     import torch
@@ -275,7 +275,7 @@ def _self_test(module: ModuleType) -> Observation:
 
 
 def _outputs(module: ModuleType) -> int:
-    """Return how many outputs the function has: its backward pass takes as many gradients, after `ctx`."""
+    """Return the number of outputs of the function, which is the number of gradients that its backward pass takes after `ctx`."""
     return len(inspect.signature(getattr(module, feature.FUNCTION).backward).parameters) - 1
 
 

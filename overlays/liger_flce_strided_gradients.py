@@ -1,7 +1,7 @@
-"""Multiply gradients of transposed weights and hidden states by the gradient of the loss in Liger's fused linear cross entropy.
+"""Scaling of gradients of transposed weights and hidden states by the gradient of the loss in Liger's fused linear cross entropy.
 
-The loss makes gradients in its forward pass, in the layout of what they belong to, and its backward pass multiplies them, row by row, with a kernel that takes numbers of a row for neighbours. In a gradient of a transposed weight they are not: some
-numbers are multiplied many times and others never. Here such gradients are copied into rows before, which changes nothing where the factor is 1.
+The loss makes gradients in its forward pass, in the layout of their tensors, and its backward pass multiplies them, row by row, with a kernel that assumes contiguous rows. The rows of a gradient of a transposed weight are not contiguous: some
+numbers are multiplied many times and others never. Here such gradients are first copied into contiguous rows, which has no effect where the factor is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _in_rows(gradient: Any) -> Any:
 
 
 def observe(module: ModuleType) -> Observation:
-    """Multiply the gradient of a transposed weight, with a kernel that looks at what it gets."""
+    """Multiply the gradient of a transposed weight, with a stub of the kernel that records whether rows are contiguous."""
     import torch
 
     contiguous: list[bool] = []

@@ -18,7 +18,7 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.tensor_notes import TensorNotes
 
 _of_cross_entropy: TensorNotes[bool] = TensorNotes()
-"""Local gradients that cross entropy has made. Autograd adds others to a DTensor out of place, and hooks must not change what they are given."""
+"""Local gradients that cross entropy has made. Autograd adds other gradients to a DTensor out of place, and hooks must not change their argument."""
 
 
 def _marked(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:

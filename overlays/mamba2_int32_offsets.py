@@ -133,7 +133,7 @@ def _group(given: Mapping[str, Any], *, backward: bool = False) -> int:
         tokens = given["x"].shape[1]
         raise RuntimeError(
             f"mamba-ssm's kernels index {largest} of one row of {tokens} tokens, {elements} elements, with 32 bits, which hold "
-            f"{LIMIT}: results would be wrong without an error. What to do: shorter rows, context or tensor parallelism, "
+            f"{LIMIT}: results would be wrong without an error. Use shorter rows, context or tensor parallelism, "
             f"or another chunk_size than {given['chunk_size']}; MEGACPP_OVERLAY_MAMBA2_INT32_OFFSETS=off lets it run"
         )
     return group

@@ -1,17 +1,17 @@
-"""Let Mamba-3's MIMO backward sum the gradients of heads into any number of groups that divides them.
+"""Gradients of Mamba-3's MIMO backward, summed into any number of groups that divides the heads.
 
-The kernels of mamba-ssm serve every G that divides H: they read group `head // (H // G)` of queries and keys, and write
-gradients for each head. Only the host code behind them raises for 1 < G < H. For these it runs here as if every head
-had a group of its own: it is shown stand-ins of queries and keys with H groups, while both kernels get the tensors
-themselves. So upstream allocates, launches and reduces as it does for G = H, with the gradients of the biases from the
-gradients per head, in upstream's dtype; what is left is to sum blocks of H // G heads.
+The kernels of mamba-ssm support every G that divides H: they read group `head // (H // G)` of queries and keys, and write
+gradients for each head. Only the host code behind them raises for 1 < G < H. In these cases it runs here as if every head
+had its own group: it gets stand-ins of queries and keys with H groups, while both kernels get the real tensors.
+So upstream allocates, launches and reduces as it does for G = H, with the gradients of the biases from the
+gradients per head, in upstream's dtype. The seam then sums blocks of H // G heads.
 
-One call runs upstream's code object over a copy of its module's names, in which the two kernel factories hand out
-kernels that put the tensors back. Nothing is shared between calls or threads, and nothing of the module is changed.
+One call runs upstream's code object over a copy of its module's names, in which the two kernel factories return
+kernels that replace the stand-ins by the tensors. No state is shared between calls or threads, and the module is not changed.
 G = 1, G = H and a G that does not divide H are left to upstream's own function, and so is a call without `cu_seqlens`
-in the variant for packed sequences, which upstream hands on to the plain one.
+in the variant for packed sequences, which upstream passes on to the plain one.
 
-Nothing is read from the device, so a backward pass can be captured into a CUDA graph wherever upstream's can: the plain
+Nothing is read from the device, so a backward pass can be captured into a CUDA graph wherever upstream's can. That is the plain
 one; the packed one reads `cu_seqlens` on the host. There are no atomics in the kernels, and none in the sums.
 """
 
@@ -28,12 +28,12 @@ from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, T
 from megacpp_overlays.source.trees import SourceTree
 
 FACTORIES = ("mamba_mimo_bwd_fwd", "mamba_mimo_bwd_bwd")
-"""What makes the two kernels, in both modules."""
+"""Factories of the two kernels, in both modules."""
 REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
-"""The function that main sums gradients of groups with."""
+"""Function of main that sums gradients of groups."""
 
 _rehearsed: ContextVar[Mapping[str, Any]] = ContextVar("mamba3_mimo_rehearsed", default=MappingProxyType({}))
-"""Names that a self-test puts in the place of upstream's kernels, which need a GPU; for its own calls alone."""
+"""Replacements by name for upstream's kernels, which need a GPU; set by a self-test for its own calls only."""
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -56,18 +56,18 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def _place_of(name: str, function: Callable[..., Any]) -> int | None:
-    """Return where a parameter is among those behind dout, q, k and v; None where there is none of that name."""
+    """Return the position of a parameter after dout, q, k and v; None where there is none of that name."""
     names = list(inspect.signature(function).parameters)[4:]
     return names.index(name) if name in names else None
 
 
 def _over(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function of the same code that finds other names in its module."""
+    """Return a function with the same code and other globals."""
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def _launching(names: Mapping[str, Any], stand_ins: list[Any], tensors: tuple[Any, Any]) -> dict[str, Any]:
-    """Return factories of kernels that are launched with the tensors for which stand-ins are given."""
+    """Return factories of kernels that replace stand-ins by the real tensors at launch."""
     true = {id(stand_in): tensor for stand_in, tensor in zip(stand_ins, tensors, strict=True)}
 
     def swapping(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ _GROUPS = 2
 
 
 class _Rehearsal:
-    """Kernels that write known gradients per head, and remember what they were launched with."""
+    """Stub kernels that write known gradients per head, and record their queries and keys."""
 
     def __init__(self) -> None:
         import torch
@@ -148,7 +148,7 @@ def _arguments(symbol: str, groups: int) -> list[Any]:
 
 def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
     def witness(module: ModuleType) -> Observation:
-        """Ask for one group, two and four of four heads: only the second raises, and the others are what is known."""
+        """Run upstream with one, two and four groups of four heads: broken if only two groups raise and the others are right."""
         import torch
 
         if REDUCE in vars(module)[symbol].__code__.co_names:  # main's host code, whose sums are a kernel
@@ -165,14 +165,14 @@ def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
                 else:
                     said[groups] = _wrong(result, rehearsal, groups) or "right"
         broken = said[1] == said[_HEADS] == "right" and f"G value of {_GROUPS} " in said[_GROUPS]
-        return Observation(broken=broken, seen="; ".join(f"G = {groups}: {what}" for groups, what in said.items()))
+        return Observation(broken=broken, seen="; ".join(f"G = {groups}: {result}" for groups, result in said.items()))
 
     return witness
 
 
 def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
     def self_test(module: ModuleType) -> Observation:
-        """Ask the public entry for two groups of four heads."""
+        """Run the public entry with two groups of four heads."""
         import torch
 
         rehearsal = _Rehearsal()
@@ -192,7 +192,7 @@ def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
 
 
 def _wrong(result: Any, rehearsal: _Rehearsal, groups: int) -> str | None:
-    """Return what is wrong with a result, in whose gradients small whole numbers leave no room for rounding."""
+    """Return a description of the first error in a result, or None. Gradients are small integers, so the comparison is exact."""
     for name, found, per_head in (("dq", result[0], rehearsal.dq), ("dk", result[1], rehearsal.dk)):
         if not found.equal(per_head.unflatten(3, (groups, -1)).sum(4)):
             return f"{name} is not the sum over the heads of a group"

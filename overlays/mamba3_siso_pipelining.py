@@ -13,7 +13,7 @@ from megacpp_overlays.runtime import gpus
 OVERLAY = Gate(
     id="mamba3-siso-pipelining",
     pack=19,
-    title="the tuner of the Mamba-3 SISO forward kernel may choose what is wrong on Blackwell",
+    title="the tuner of the Mamba-3 SISO forward kernel may choose a wrong configuration on Blackwell",
     target=feature.TARGET,
     beside=("triton",),
     probe=feature.probe,

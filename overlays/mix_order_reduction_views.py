@@ -1,8 +1,8 @@
-"""Leave reductions unfused where Inductor's kernel of two orders would lose a result that is a part of another tensor.
+"""Exclusion of reductions from Inductor's mixed-order fusion where it would lose a result that is a view of another tensor.
 
-Inductor computes a reduction over rows and one over columns in one kernel, and binds the second result to a new name. A result that has its place in another tensor, as one of
-several that are concatenated, is never written there: the parameter's gradient is uninitialised memory. Here such a pair is not fused; every other pair is, as upstream decides.
-Compiled graphs have keys of their own in torch's caches, so that none is loaded that was compiled without this overlay.
+Inductor computes a reduction over rows and one over columns in one kernel, and binds the second result to a new name. A result that is a view of another tensor, such as one of
+several that are concatenated, is never written there: the parameter's gradient is uninitialised memory. Here such a pair is not fused. Upstream decides on every other pair.
+Compiled graphs have their own keys in torch's caches, so that no graph is loaded that was compiled without this overlay.
 
 Source: https://github.com/pytorch/pytorch/issues/193061
 """
@@ -18,7 +18,7 @@ from megacpp_overlays.feature_probes import mix_order_reduction_views as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
 
 _MARK = b"mix-order-reduction-views"
-"""End of what a key of torch's caches of compiled graphs is made of."""
+"""Suffix of the data from which torch computes keys of its caches of compiled graphs."""
 
 
 def _make(original: Callable[..., bool], module: ModuleType) -> Callable[..., bool]:
@@ -94,7 +94,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 def observe_key(module: ModuleType) -> Observation:
-    """Ask for what the key of nothing is made of."""
+    """Read the data from which torch computes the key of an empty input."""
     pickler = SimpleNamespace(dump=lambda _: None, _stream=io.BytesIO())
     is_own = getattr(module, feature.PICKLER).dumps(pickler, None).endswith(_MARK)
     return Observation(

@@ -1,15 +1,15 @@
-"""Tune Megatron's fused rotary kernels of multi-latent attention over blocks that are right for the heads at hand.
+"""Block sizes of Megatron's fused rotary kernels of multi-latent attention, restricted to those that are right for the number of heads.
 
 `apply_rope_fusion` rotates queries, keys and their gradients with kernels whose programs take BLOCK_H heads of a token each. The
 tuner takes the fastest of 1 to 128. Where that is smaller than the heads of a rank and does not divide them, the last program of a
-token goes on into the next token; and the two kernels that write where they read let the warps of a program overtake each other. Neither raises.
+token also writes to the next token. The two in-place kernels have a race between the warps of a program. Neither raises.
 
-While one of upstream's four launches runs, its tuner sees only blocks that divide or hold the heads, and in place those with one
-warp each, which does one thing after the other. What was tuned so is remembered apart from what upstream tuned before, and upstream's
-tuner is as it was when the launch has returned. Launches, kernels and numbers are upstream's own.
+While one of upstream's four launches runs, its tuner gets only blocks that divide the heads or hold all of them, and for in-place kernels
+only one warp, which runs in order. Its results are cached apart from those that upstream tuned before, and upstream's
+tuner is restored when the launch has returned. Launches, kernels and numbers are upstream's own.
 
-A step that `torch.compile` traces has a graph break at these functions: a graph that goes on with upstream's configurations would
-be wrong in silence.
+A step that `torch.compile` traces has a graph break at these functions, because a graph with upstream's configurations would
+be silently wrong.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def allowed(configs: Sequence[Any], heads: int, *, in_place: bool) -> list[Any]:
 
 
 def _is_right(block: int, heads: int) -> bool:
-    """Return whether no program of a token goes on into the next one: a block that holds all heads has no second program."""
+    """Return whether no program reaches the next token: a block that holds all heads has no second program."""
     return block >= heads or heads % block == 0
 
 
 class _Narrowed:
-    """Lets a tuner see what is right, for as long as a launch runs on any thread."""
+    """Restriction of a tuner to right configurations while a launch runs on any thread."""
 
     def __init__(self, tuner: Any, launch: Launch) -> None:
         self._tuner, self._launch = tuner, launch
@@ -123,7 +123,7 @@ def _make(launch: Launch) -> Callable[[Callable[..., Any], ModuleType], Callable
 
 
 def _is_tuner(kernel: Any) -> bool:
-    """Return whether a kernel is tuned; where Triton is missing it is a plain function, which nobody can launch."""
+    """Return whether a kernel has a tuner; where Triton is missing it is a plain function that cannot be launched."""
     return hasattr(kernel, "early_config_prune") and hasattr(kernel, "configs")
 
 

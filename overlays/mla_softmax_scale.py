@@ -1,4 +1,4 @@
-"""Scale logits of Megatron's multi-latent attention by `softmax_scale` of its configuration: off unless its variable says `on`.
+"""`softmax_scale` of the configuration for Megatron's multi-latent attention: off unless its variable is `on`.
 
 Ordinary attention honours the setting, and muP computes it. Multi-latent attention ignores it and divides by the root of its head dimension. YaRN's factor stays, as in upstream's open pull request.
 
@@ -40,8 +40,10 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 def _constructed() -> Any:
     """Return the attention whose constructor builds its core, None where anything else is built."""
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing that is handed over leads to the attention
-    while frame is not None and (owner := frame.f_locals.get("self")) is None:  # some may have wrapped what builds
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - no argument leads to the attention
+    while (
+        frame is not None and (owner := frame.f_locals.get("self")) is None
+    ):  # other code may have wrapped the builder
         frame = frame.f_back
     if frame is None or (frame.f_globals.get("__name__"), frame.f_code.co_name) not in _CONSTRUCTORS:
         return None
@@ -80,7 +82,7 @@ OVERLAY = Overlay(
     probe=feature.probe,
     replacements={feature.IGNORED: (Replacement(symbol=feature.TARGET.symbol, make=_make),)},
     unsupported={},
-    witness=None,  # constructors of attention are not there yet when what builds their cores is imported
+    witness=None,  # constructors of attention do not exist yet when the builder of their cores is imported
     self_test=observe,
     opt_in=True,
     symptoms=(

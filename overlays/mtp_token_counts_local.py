@@ -1,18 +1,18 @@
-"""Weigh further predictions of Megatron with the tokens of all ranks where losses are summed over tokens: off unless its variable says `on`.
+"""Weights of multi-token predictions from the token counts of all ranks, for losses summed over tokens: off unless its variable is `on`.
 
 With `calculate_per_token_loss` gradients are summed over data and context parallel ranks, and divided by the tokens of the main
-loss. A multi-token prediction has fewer tokens, which upstream makes up for: its loss is multiplied by the tokens of the main loss
-over its own. It counts both on the rank alone. Where ranks have unequal shares, a prediction then weighs more or less than the
-mean over its tokens; and a context parallel rank that has none of the main loss throws its targets away.
+loss. A multi-token prediction has fewer tokens, so upstream multiplies its loss by the tokens of the main loss
+over its own. It counts both on the rank alone. Where ranks have unequal counts, a prediction then weighs more or less than the
+mean over its tokens, and a context parallel rank without tokens of the main loss drops its targets.
 
 Here both counts are summed over the ranks that gradients are summed over, two numbers for each prediction, and stay on the device.
-Upstream's function runs, with a config that does not ask for the sum over tokens: then it divides by the rank's count and by
-nothing else, and a scaling factor takes that back and holds the counts of all. What is logged is upstream's. So is, bit for bit,
-everything on one rank, and all that is without gradients, without `calculate_per_token_loss`, or with ranks that need not
-keep step: where context parallel groups are those of a row or of a model, and not of the process.
+Upstream's function runs with `calculate_per_token_loss` off: then it divides by the rank's count only. A scaling factor cancels this
+division and applies the counts of all ranks. Logged values are upstream's. Everything is upstream's bit for bit on one rank, without
+gradients, without `calculate_per_token_loss`, and with ranks that may run out of step: where context parallel groups are those of a row
+or of a model, and not of the process.
 
-It is off by default because each forward pass of a last pipeline stage then waits for its data parallel ranks: those that run unequal
-numbers of microbatches would wait for ever. Upstream does the same for `global_aux_loss` of MoE.
+The overlay is off by default because each forward pass of a last pipeline stage then waits for its data parallel ranks: those that run
+unequal numbers of microbatches would wait for ever. Upstream does the same for `global_aux_loss` of MoE.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megacpp_overlays.runtime.in_this_thread import Instead, answer
 
 
 class _Running(threading.local):
-    """The loss that a thread computes right now, if it is one that is repaired."""
+    """Thread-local: the loss that is being computed, if the overlay changes it."""
 
     loss: _Counted | None = None
 
@@ -66,7 +66,7 @@ def _make_roll(original: Callable[..., Any], _module: ModuleType) -> Callable[..
 
 
 def _group(given: dict[str, Any], module: ModuleType) -> Any:
-    """Return the ranks whose gradients are summed, or None where upstream's counts are right or must do."""
+    """Return the group over which gradients are summed, or None where upstream's counts are right or the case is not supported."""
     config, state = given["config"], module.parallel_state
     unequal = any(getattr(config, f"{each}_context_parallel", False) for each in ("hybrid", "dynamic"))
     if not config.calculate_per_token_loss or unequal or not module.torch.is_grad_enabled():
@@ -82,7 +82,7 @@ def _group(given: dict[str, Any], module: ModuleType) -> Any:
 
 
 class _Counted:
-    """The config of a loss that is weighed with the tokens of a group.
+    """Proxy for the config of a loss that is weighted with the token counts of a group.
 
     Upstream reads the scaling factor once for each prediction, after it has rolled labels and then their mask.
     """
@@ -92,7 +92,7 @@ class _Counted:
     def __init__(self, given: dict[str, Any], group: Any, torch: Any) -> None:
         self._given, self._group, self._torch = given.copy(), group, torch
         self.sums: list[Any] = []
-        """Of everything that was rolled: the last is how many tokens the rank has in this prediction."""
+        """Sums of all rolled tensors; the last one is the rank's number of tokens in this prediction."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._given["config"], name)
@@ -106,7 +106,7 @@ class _Counted:
         return weight * own.clamp(min=1) * counts[0] / counts[1].clamp(min=1)
 
     def _main_tokens(self, own: Any) -> Any:
-        """Return how many tokens the rank has in the main loss."""
+        """Return the rank's number of tokens in the main loss."""
         labels, mask = self._given["labels"], self._given["loss_mask"]
         if labels is None:  # upstream rolls ids to labels, and the mask along
             return self.sums[1].double()
@@ -117,16 +117,16 @@ _MASK, _LAYERS, _SCALE = (1.0, 1.0, 1.0, 0.0, 0.0), 2, 0.5
 _OTHERS = (5.0, 2.0)
 """Tokens of another rank, in the main loss and in each further prediction."""
 _ALL = ((8 / 4, 8 / 4, 0.0, 0.0, 0.0), (8 / 3, 0.0, 0.0, 0.0, 0.0))
-"""What a token weighs in each prediction, of all tokens."""
+"""Weight of each token in each prediction, by the counts of all ranks."""
 _OWN = ((1 / 2, 1 / 2, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0, 0.0))
-"""And where losses are no sums over tokens: a mean over those of the rank, as upstream's main loss is."""
+"""The same without sums over tokens: a mean over the rank's tokens, as in upstream's main loss."""
 _ENOUGH = 1e-6
 
 
 def observe(module: ModuleType) -> Observation:
-    """Let one process play one of two ranks on the CPU: does a token of a further prediction weigh what it does for both?
+    """Compare the weights of tokens in further predictions on one of two simulated ranks, on the CPU, with those of both.
 
-    The counts of the other rank are added where they are asked for. Nothing is sent, and nothing goes back.
+    The counts of the other rank are added in the sum over ranks. There is no communication, and no backward pass.
     """
     import torch
 
@@ -144,7 +144,7 @@ def observe(module: ModuleType) -> Observation:
 
 
 def _weights(module: ModuleType, sums: bool) -> list[float]:
-    """Return what upstream multiplies the loss of each token with, in each prediction."""
+    """Return the factor by which upstream multiplies the loss of each token, in each prediction."""
     import torch
 
     mask = torch.tensor(_MASK, dtype=torch.float32, device="cpu")[None]
@@ -176,7 +176,7 @@ def _weights(module: ModuleType, sums: bool) -> list[float]:
 
 @contextlib.contextmanager
 def _one_of_two_ranks(module: ModuleType) -> Iterator[None]:
-    """Let what this thread asks of the module about its ranks be answered as for one of two."""
+    """Replace the module's functions about ranks, in this thread, by those of one of two ranks."""
     import torch
 
     group = SimpleNamespace(size=lambda: 2)

@@ -1,12 +1,12 @@
-"""Cut the padding mask of Megatron's `GPTModel` for sequence parallelism on all pipeline stages, in the model's own group.
+"""Sequence parallel split of the padding mask of Megatron's `GPTModel` on all pipeline stages, in the model's own group.
 
-Upstream cuts it on the stage that embeds tokens, and for the ranks of the process's default tensor parallel group. Other stages give their
-MoE routers the mask of all tokens with the shard of them that a rank has, which ends in an error. On dev MoE layers cut such a mask
+Upstream splits the mask on the stage that embeds tokens, and for the ranks of the process's default tensor parallel group. Other stages give
+their MoE routers the mask of all tokens with a rank's shard of the tokens, which ends in an error. On dev MoE layers split such a mask
 themselves, for the ranks of the default group as well.
 
-Upstream's method runs without the mask, and the rank's part of it is put where it would be. It is cut only where it is as long as the
-shards of all ranks together: a caller that has cut it is left alone, and so is a mask of any other length. On the stage that embeds,
-with the default group, upstream cuts.
+Upstream's method runs without the mask, and the rank's part of the mask is put into its result. The mask is split only where it is as long as
+the shards of all ranks together: a mask that the caller has split, or of any other length, is unchanged. On the stage that embeds,
+with the default group, upstream splits it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.bare_instances import bare
 
 _PLACE = 5
-"""Of the mask in what upstream returns."""
+"""Position of the mask in upstream's result."""
 
 
 def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def observe(module: ModuleType) -> Observation:
             position_embedding_type="none",
             decoder=SimpleNamespace(input_tensor=rows),
         )
-        prepared = model._preprocess(  # noqa: SLF001 - it is what is replaced
+        prepared = model._preprocess(  # noqa: SLF001 - the replaced method
             input_ids=None, position_ids=None, padding_mask=mask
         )
         found.append([int(each) for each in prepared[_PLACE].flatten()])

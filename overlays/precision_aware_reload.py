@@ -47,13 +47,13 @@ def _keeps_main_weights(whole: Any) -> bool:
 
 
 def _flat(weight: Any) -> Any:
-    """Return a weight in one row; one of eight bits as its numbers, since its bytes are others."""
+    """Return a weight as one row; an 8-bit weight is converted to its values, since its bytes are encoded."""
     is_plain = type(weight).__name__ in ("Tensor", "Parameter")
     return (weight if is_plain else weight.float()).reshape(-1)
 
 
 def _set(adam: Any, shard: Any, values: Any) -> None:
-    """Set a main weight of FusedAdam, which may be kept as what a bfloat16 weight lacks of it."""
+    """Set a main weight of FusedAdam, which may be stored as the 16 bits that a bfloat16 weight lacks."""
     import torch
 
     main = adam.state[shard][_MAIN]

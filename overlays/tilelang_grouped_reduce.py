@@ -1,4 +1,4 @@
-"""Say that sums over groups may be wrong with this TileLang, without an error."""
+"""Gate for a TileLang whose sums over groups may be wrong without an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERLAY = Gate(
         "whose number is no power of two, use tilelang 0.1.13 or newer, or 0.1.8, which refuses them",
     },
     symptoms=(
-        "a TileLang sum is a multiple of what it should be",
+        "a TileLang sum is a multiple of the right value",
         "T.reduce_sum is wrong for groups that are no power of two",
     ),
     concerns="every model",

@@ -1,11 +1,11 @@
-"""Mark learnable attention sinks as what they are: each tensor parallel rank has those of its own heads.
+"""Tensor parallel attributes of learnable attention sinks, of which each rank has those of its own heads.
 
-Norms count a parameter that is not marked on the first rank only. So the norm by which gradients are clipped, and counts of zeros, lack the sinks of
+Norms count a parameter without these attributes on the first rank only. So the norm by which gradients are clipped, and counts of zeros, lack the sinks of
 all other ranks.
 
-The constructor that self-attention and cross-attention have from their base runs as it is. If the core that it made has sinks that are a parameter and that nobody marked, they get
-the three attributes that a column of a linear layer has. They are set before an optimizer copies them. Checkpoints know of the shares already.
-So does the constructor of multi-latent attention, which makes a core of its own: Transformer Engine's has sinks there.
+The constructor that self-attention and cross-attention inherit runs unchanged. If the core that it made has sinks that are a parameter without these attributes, they get
+the three attributes that the weight of a column-parallel layer has. They are set before an optimizer copies them. Checkpoints already save the sinks as shards.
+The constructor of multi-latent attention, which makes its own core, has the same seam: Transformer Engine's core has sinks there.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7530
 """
@@ -43,25 +43,25 @@ _MARKED = {"tensor_model_parallel": False}
 
 
 _KINDS = ("parameter", "marked", "tensor", "none")
-"""Of the sinks of a core."""
+"""Kinds of sinks of a core in the observations."""
 _RIGHT: list[dict[str, Any] | None] = [_SHARE, _MARKED, {}, None]
 
 
 def observe(module: ModuleType) -> Observation:
-    """Let the real constructors make attentions of cores whose sinks are a parameter, one that is marked, a tensor, and none."""
+    """Read the attributes after the real constructors, for cores whose sinks are a parameter, a marked parameter, a tensor, and none."""
     found = {name: [_marks(module, name, kind) for kind in _KINDS] for name in feature.CLASSES}
     seen = ", ".join(f"of {name} with {marks[0]}" for name, marks in found.items())
     return Observation(broken=any(each != _RIGHT for each in found.values()), seen=f"sinks are marked {seen}")
 
 
 def observe_latent(module: ModuleType) -> Observation:
-    """Let the real constructor make multi-latent attentions of the same cores."""
+    """Read the attributes after the real constructor of multi-latent attention, for the same cores."""
     found = [_latent_marks(module, kind) for kind in _KINDS]
     return Observation(broken=found != _RIGHT, seen=f"sinks of a latent attention are marked with {found[0]}")
 
 
 def _marks(module: ModuleType, name: str, kind: str) -> dict[str, Any] | None:
-    """Return what marks the sinks of an attention; None where there are none.
+    """Return the tensor parallel attributes of the sinks of an attention; None where there are no sinks.
 
     Args:
         module: the target.
@@ -74,7 +74,7 @@ def _marks(module: ModuleType, name: str, kind: str) -> dict[str, Any] | None:
 
 
 def _latent_marks(module: ModuleType, kind: str) -> dict[str, Any] | None:
-    """Return what marks the sinks of a multi-latent attention; None where there are none."""
+    """Return the tensor parallel attributes of the sinks of a multi-latent attention; None where there are no sinks."""
     part = _part()
 
     class Attention(getattr(module, feature.LATENT_CLASS)):  # type: ignore[misc]
@@ -142,14 +142,14 @@ def _part() -> type:
 
 
 class _PartsAsAsked(SimpleNamespace):
-    """Has None for whatever else upstream asks for."""
+    """Namespace whose missing attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _WithoutYarn(_PartsAsAsked):
-    """Has no YaRN either, which upstream asks whether it is there."""
+    """The same without attributes of YaRN, whose existence upstream tests."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("yarn"):

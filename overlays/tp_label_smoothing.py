@@ -1,17 +1,17 @@
-"""Smooth labels over the whole vocabulary where tensor parallel ranks share it: off unless its variable says `on`.
+"""Label smoothing over the whole vocabulary under tensor parallelism: off unless its variable is `on`.
 
-With `label_smoothing` Megatron's `vocab_parallel_cross_entropy` gives each class but the true one a share of
-`label_smoothing / (K - 1)`. `K`, and the mean of the log-probabilities, are those of the rank's own share of the vocabulary.
-So ranks return different losses, none of which is the one of a single rank, and their gradients push each class but the true
-one as many times as hard as there are ranks, and more. Most of that is alike for all classes: no softmax sees it, but hidden
-states and the weights of the output layer do.
+With `label_smoothing` Megatron's `vocab_parallel_cross_entropy` gives each class but the true one a probability of
+`label_smoothing / (K - 1)`. `K`, and the mean of the log-probabilities, are those of the rank's own part of the vocabulary.
+So ranks return different losses, which all differ from the loss of a single rank. The gradients of classes other than the true
+one are too large by at least the number of ranks. Most of this error is equal for all classes: it does not change the softmax, but it
+changes gradients of hidden states and of the output layer's weights.
 
 Upstream's forward pass runs without smoothing, and this seam adds the term of the whole vocabulary with one more sum over ranks,
-a number for each token. Upstream's backward pass takes `K` from the context, and is right as it is once that is right.
-What one rank computes is the measure, a loss that is infinite where a probability rounds to zero included: without smoothing,
+a number for each token. Upstream's backward pass reads `K` from the context, and is right with the right `K`.
+The reference is the result of one rank, including a loss that is infinite where a probability rounds to zero. Without smoothing,
 on one rank, and where upstream refuses the factor, upstream's own function runs with the caller's arguments.
 
-It is off by default because it changes a loss that a run may have been tuned for: by how much is in pack 26.
+The overlay is off by default because it changes a loss that a run may have been tuned for; pack 26 has the size of the change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megacpp_overlays.runtime.in_this_thread import Instead, answer
 
 
 def _make_for_the_group(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    """Return the seam of the releases that know one group: that of the process."""
+    """Return the seam for releases that use the group of the process."""
 
     def forward(ctx: Any, vocab_parallel_logits: Any, target: Any, label_smoothing: Any = 0.0) -> Any:
         ranks = module.get_tensor_model_parallel_world_size() if 0.0 < label_smoothing < 1.0 else 1
@@ -43,7 +43,7 @@ def _make_for_the_group(original: Callable[..., Any], module: ModuleType) -> Cal
 
 
 def _make_for_a_group(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    """Return the seam of the releases whose callers may give a group."""
+    """Return the seam for releases whose callers may pass a group."""
 
     def forward(
         ctx: Any, vocab_parallel_logits: Any, target: Any, label_smoothing: Any = 0.0, tp_group: Any = None
@@ -62,7 +62,7 @@ def _make_for_a_group(original: Callable[..., Any], module: ModuleType) -> Calla
 
 
 class _Saved:
-    """Stands for autograd's context in upstream's forward pass, so that what it saves can be read."""
+    """Stub of autograd's context for upstream's forward pass that exposes the saved tensors."""
 
     saved: tuple[Any, ...] = ()
 
@@ -73,21 +73,21 @@ class _Saved:
 def _smoothed(
     ctx: Any, upstream: _Saved, loss: Any, label_smoothing: Any, ranks: int, module: ModuleType, group: Any
 ) -> Any:
-    """Return the smoothed losses, and leave in the context what upstream's backward pass needs.
+    """Return the smoothed losses, and save the inputs of upstream's backward pass in the context.
 
     Args:
         ctx: autograd's.
-        upstream: has the probabilities of the rank's share, float32 [..., classes of the rank], and what else was saved.
+        upstream: has the probabilities of the rank's classes, float32 [..., classes of the rank], and the other saved tensors.
         loss: without smoothing, float32 [...], the same on all ranks.
         label_smoothing: the probability that is spread over all classes but the true one.
-        ranks: how many share the vocabulary; as upstream counts, all of them have as many classes.
+        ranks: number of ranks that share the vocabulary; as in upstream, all of them have as many classes.
         module: the target.
         group: of these ranks.
     """
     torch = module.torch
     probabilities = upstream.saved[0]
     classes = probabilities.size(-1) * ranks
-    smoothing = label_smoothing * classes / (classes - 1)  # over all classes: that of the true one is given back to it
+    smoothing = label_smoothing * classes / (classes - 1)  # over all classes, the true one included
     log_probabilities = torch.log(probabilities).sum(dim=-1)
     torch.distributed.all_reduce(log_probabilities, op=torch.distributed.ReduceOp.SUM, group=group)
     ctx.label_smoothing, ctx.vocab_size = label_smoothing, classes
@@ -102,9 +102,9 @@ _ENOUGH = 1e-5
 
 
 def observe(module: ModuleType) -> Observation:
-    """Let one process play two ranks of two classes each, on the CPU: is the loss with its gradient that of four classes?
+    """Compare the loss and gradient of two simulated ranks with two classes each, on the CPU, with those of four classes.
 
-    The ranks are two rows of one tensor, and a sum over ranks is one over rows. Nothing is sent.
+    The ranks are two rows of one tensor, and a sum over ranks is a sum over rows. There is no communication.
     """
     import torch
 
@@ -132,7 +132,7 @@ def observe(module: ModuleType) -> Observation:
 
 @contextlib.contextmanager
 def _two_ranks(module: ModuleType) -> Iterator[None]:
-    """Let what this thread asks of the module about its ranks be answered for the rows of a tensor."""
+    """Replace the module's functions about ranks, in this thread, by ones for the rows of a tensor."""
     import torch
 
     rows = torch.arange(_RANKS, device="cpu")

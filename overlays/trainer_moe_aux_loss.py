@@ -1,13 +1,13 @@
-"""Let the balancing loss of a mixture of experts weigh as much over microbatches and ranks as over one batch, in the Trainer of transformers: off unless its variable says `on`.
+"""Scale of the balancing loss of a mixture of experts over microbatches and ranks in the Trainer of transformers: off unless its variable is `on`.
 
 A model that gets `num_items_in_batch` divides the loss of its tokens by those of all microbatches, and of all ranks with `average_tokens_across_devices`. So the Trainer does not
 divide that loss by the number of microbatches, and multiplies it by the ranks over which gradients are averaged. The balancing loss in it is a mean of one microbatch: it is
 as many times too large as there are microbatches and ranks.
 
-Upstream's method runs as it is. What the balancing loss is too large by is taken off the loss that it returns. How often it multiplies by ranks, it says itself: it is asked with a
+Upstream's method runs unchanged. The excess of the balancing loss is subtracted from the returned loss. The factor by which the method multiplies is measured by a call with a
 model whose loss is one. Evaluation, losses of callers, label smoothing, and models whose balancing loss or coefficient is not known are upstream's.
 
-It is off by default because coefficients were tuned as it is.
+The overlay is off by default because coefficients were tuned with upstream's scale.
 
 Source: https://github.com/huggingface/transformers/issues/48690
 """
