@@ -170,8 +170,8 @@ def test_one_warning_names_the_modules_that_are_kept_in_memory(caplog: pytest.Lo
 
     first, second = (each.getMessage() for each in caplog.records)
     assert "gradients" in first
-    assert "as layernorm (" in first
-    assert "as layernorm, mla_up_proj (" in second
+    assert "modules: layernorm (" in first
+    assert "modules: layernorm, mla_up_proj (" in second
     assert f"{OVERLAY.variable}=off" in first
 
 
