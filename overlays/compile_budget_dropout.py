@@ -20,7 +20,7 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Th
 _CHANCE = "dropout_p"
 """Argument of attention; without dropout it draws nothing."""
 _SUFFIX = "_random_kept"
-"""Of keys in torch's cache of compiled graphs."""
+"""Suffix of keys in torch's cache of compiled graphs."""
 
 
 def _make(original: Callable[..., list[Any]], module: ModuleType) -> Callable[..., list[Any]]:

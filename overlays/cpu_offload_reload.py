@@ -1,4 +1,4 @@
-"""Refresh the copies that an offloaded optimizer steps from when weights are loaded into its model.
+"""Refresh of an offloaded optimizer's weight copies after weights are loaded into its model.
 
 Upstream's method returns early for a hybrid optimizer. The seam runs it once more as for any other optimizer, which copies the model's
 weights to main weights. Then it refreshes every copy that the hybrid optimizer steps from. A second run changes nothing, and moments

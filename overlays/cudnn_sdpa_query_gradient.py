@@ -30,7 +30,7 @@ class _CudnnKernel(NamedTuple):
     device: int
     dtype: Any
     size: int
-    """Of a head."""
+    """Size of a head."""
     queries: int
     """1, or half a tile."""
 

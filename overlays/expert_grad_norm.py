@@ -1,9 +1,9 @@
-"""Count parameters of experts that ranks do not share on every tensor parallel rank, in gradient norms and numbers of zeros.
+"""Gradient norms and counts of zeros with expert parameters counted on every tensor parallel rank that does not share them.
 
 A parameter of experts is one whose gradient is reduced over the data parallel ranks of experts (`allreduce` is False). With
 `expert_tensor_parallel_size=1` no two tensor parallel ranks have the same one in the groups over which norms are added up. Copies that an optimizer
 keeps, in fp32 or of one part, get `allreduce` from their parameter. All other parameters, all other sizes, and groups that a caller made are
-upstream's. Upstream asks for the group of ranks that share an expert instead since #5916.
+upstream's. Since #5916 upstream uses the group of ranks that share an expert instead.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5916
 """

@@ -1,8 +1,8 @@
-"""Reduce gradients of experts with a tensor parallel size of their own over the data parallel ranks of experts.
+"""Data parallel groups for gradients of experts that have their own tensor parallel size.
 
-Without expert parallelism upstream leaves these parameters among those of dense layers, whose data parallel ranks hold other shards, or other replicas. The seam marks
-parameters of experts as upstream does with expert parallelism, when their layer gets its number, before gradients have buffers. All sizes that upstream
-marks right are its own. Upstream marks them itself since #5916.
+Without expert parallelism upstream treats these parameters like those of dense layers, whose data parallel ranks hold other shards, or other replicas. The seam marks
+parameters of experts as upstream does with expert parallelism, when their layer gets its number, before gradients have buffers. Sizes that upstream
+marks right are unchanged. Upstream marks all of them since #5916.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5916
 """

@@ -1,13 +1,13 @@
-"""Let `DistributedOptimizer` find the state of a parameter where it put it, with fp32 and half precision mixed.
+"""Positions of optimizer state in `DistributedOptimizer` for groups with fp32 and half precision parameters.
 
 Training is right without this overlay; saving is not. With a group of both kinds, as `float16-fp32-exemption`
 leaves it, the default sharded format fails with an AssertionError, and formats that gather by parameter can store the
 state of one parameter under the name of another. Loading fails as well: the shard of an fp32 parameter is a view
 that autograd tracks, and state is copied into it in place.
 
-Two seams, both around upstream's own code: after construction the positions are recorded again, in the order in
-which the groups were installed; and state is restored without autograd. Where a group holds one kind only, the
-positions come out as upstream recorded them. A checkpoint that was written with mixed-up state is not repaired.
+There are two seams around upstream's own code. After construction the positions are recorded again, in the order in
+which the groups were installed. State is restored without autograd. Where a group holds one kind only, the
+positions equal those of upstream. A checkpoint that was written with mixed-up state is not repaired.
 
 Not covered: CPU offload. `HybridDeviceOptimizer` refuses the view ("can't optimize a non-leaf Tensor") when the
 optimizer is built, which is loud. Transformer Engine's precision-aware optimizer with fp32 parameters: not checked.

@@ -1,4 +1,4 @@
-"""Keep `A_log` and `D` of Megatron's own Mamba mixers in fp32: off unless its variable says `on`.
+"""fp32 marks for `A_log` and `D` of Megatron's own Mamba mixers: off unless its variable is `on`.
 
 The constructors create them in fp32, with a comment to keep them so, and `Float16Module` casts them with all other
 parameters. After upstream's constructor this overlay marks them with `keep_in_fp32`. Marked parameters are not cast: up

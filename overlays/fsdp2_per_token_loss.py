@@ -1,7 +1,7 @@
-"""Divide gradients under Torch FSDP2 by tokens where losses are sums of tokens.
+"""Gradient scaling under Torch FSDP2 for losses that are sums over tokens.
 
 With `calculate_per_token_loss` a loss is a sum, and `finalize_model_grads` scales gradients by one over the tokens of the global batch. Torch FSDP2 averages gradients over data and context parallel ranks, so they are also multiplied by
-the number of those. A wrapper gets its method when it is made, as Megatron's adapter of Megatron-FSDP does. Classes that scale gradients themselves are upstream's.
+the number of those. A wrapper gets its method when it is made, as Megatron's adapter of Megatron-FSDP does. Classes that scale gradients themselves are unchanged.
 """
 
 from __future__ import annotations

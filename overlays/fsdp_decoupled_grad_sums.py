@@ -1,7 +1,7 @@
-"""Sum gradients of replicas over tensor parallel ranks where Megatron-FSDP keeps them for a precision-aware optimizer.
+"""Sums over tensor parallel ranks of gradients of replicas that Megatron-FSDP keeps in `decoupled_grad` for a precision-aware optimizer.
 
-Upstream sums those of norms under sequence parallelism, of query and key norms, and of router and shared-expert gates, in the attribute that one function names. For a parameter of
-Megatron-FSDP that has a `decoupled_grad`, that is the one here.
+Upstream sums gradients of norms under sequence parallelism, of query and key norms, and of router and shared-expert gates. One function returns the name of the attribute
+with the gradient. For a parameter of Megatron-FSDP that has a `decoupled_grad`, it returns this name here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Give child optimizers of Megatron's layer-wise optimizer the process groups that identify replicas of parameters.
+"""Process groups that identify replicas of parameters, for child optimizers of Megatron's layer-wise optimizer.
 
 After upstream's constructor, each optimizer without a tensor parallel group, or without that of experts, takes it from the process group
 collection. Zeros are counted with both groups. A group that a caller has set stays. Upstream does the same since #6099.

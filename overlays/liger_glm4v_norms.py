@@ -1,6 +1,6 @@
-"""Let Liger's norms of GLM-4V leave the gradient that they get as it is.
+"""Backward pass of Liger's norms of GLM-4V without an in-place write to the gradient of the output.
 
-By default the backward pass of Liger's norm overwrites the gradient of its output. Where the output is added to a residual, that tensor is the gradient of the residual, too.
+By default the backward pass of Liger's norm overwrites the gradient of its output. Where the output is added to a residual, that tensor is also the gradient of the residual.
 Norms of a model to which kernels are applied allocate the gradient of their input, as norms of models do that are built with Liger's classes.
 """
 

@@ -1,7 +1,7 @@
-"""Keep the padding of samples out of the loss mask that Megatron's GPT dataset caches.
+"""Loss mask cache of Megatron's GPT dataset without the padding of samples.
 
-The cache should be a mask of ones, and the sample that fills it masks its padding there. So the seam sets the cache to ones after that
-sample. Releases that mask in the cache at every read are given a copy. A cache that other code filled is left as it is.
+The cache should be a mask of ones, but the sample that fills it masks its padding there. So the seam sets the cache to ones after that
+sample. Releases that mask in the cache at every read get a copy. A cache that other code filled is unchanged.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6981
 """

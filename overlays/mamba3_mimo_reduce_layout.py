@@ -1,4 +1,4 @@
-"""Say that the Mamba-3 MIMO backward does not compile with this TileLang."""
+"""Gate for a TileLang with which the Mamba-3 MIMO backward does not compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warn that Mamba-3 SISO may be wrong on Blackwell, before the loss of a run shows it.
+"""Gate for Mamba-3 SISO, which may be wrong on Blackwell, before the loss of a run shows it.
 
 The decision depends on the GPUs of the host, which are listed without initialising CUDA. Where they are unknown, as on a
 login node, the gate names the devices that are concerned.

@@ -1,12 +1,12 @@
-"""Multiply balancing losses of MoE routers by the tokens of a rank, as it is without a padding mask.
+"""Token counts that scale balancing losses of MoE routers under a padding mask.
 
 Where losses are taken for each token, gradients are divided by all tokens in the end. So a router multiplies its
 balancing loss by the tokens of its rank and by the number of ranks. Under a padding mask it reads the tokens of its
-rank from sums that were added up over ranks in place, and its gradient is as many times too large as there are ranks.
+rank from sums that were added up over ranks in place, and its gradient is too large by a factor of the number of ranks.
 
 Each rank has a part of one loss. All parts must be multiplied by the same number to add up to its gradient. Without a
-mask all ranks have as many tokens; under one each has an equal share of all tokens here. The tokens that a rank really
-has, as an open pull request takes them, would weigh its part by how little padding it has.
+mask all ranks have as many tokens. Under a mask the seam gives each rank an equal fraction of all tokens. The rank's own number of
+tokens, which an open pull request uses, would weight its part by its lack of padding.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, https://github.com/NVIDIA/Megatron-LM/pull/7481
 """

@@ -1,4 +1,4 @@
-"""Say that an import of Megatron initialises CUDA before the launcher has chosen a device."""
+"""Gate for a Megatron whose import initialises CUDA before the launcher has chosen a device."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _of_their_own(original: Callable[[Any, Any], bytes], _module: ModuleType) ->
 
 
 def observe(module: ModuleType) -> Observation:
-    """Ask whether two reductions are fused, of which the second writes a part of a tensor, and see whether upstream is asked."""
+    """Call `can_fuse` for two reductions, the second of which writes a part of a tensor, and observe whether upstream's method runs."""
     asked: list[bool] = []
 
     class Graph:

@@ -51,7 +51,7 @@ LAUNCHES = {
         Launch("_FusedMLARoPEKVSplit.backward", "_mla_rope_bwd_kv_split_kernel", in_place=False),
     ),
 }
-"""By shape."""
+"""Launches of each shape."""
 
 
 def allowed(configs: Sequence[Any], heads: int, *, in_place: bool) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Roll each document of a padded packed row within its padded boundaries, in Megatron's multi-token prediction.
+"""Rolling of documents in a padded packed row within their padded boundaries, in Megatron's multi-token prediction.
 
 Multi-token prediction shifts labels, masks, token and position ids of each document by one. For a packed row `roll_tensor`
-takes the boundaries of documents from `cu_seqlens_q`, which counts no padding. But `cu_seqlens_q_padded` lays the row out,
-and cuts it into shares of context parallel ranks. From the second document on, labels are then those of neighbours, and
+takes the boundaries of documents from `cu_seqlens_q`, which counts no padding. But `cu_seqlens_q_padded` has the layout of the row,
+and its split over context parallel ranks. From the second document on, labels are then those of neighbours, and
 positions within documents are masked, without a warning.
 
 Upstream's function is called with a copy of the parameters whose `cu_seqlens_q` has the padded boundaries. Padding then

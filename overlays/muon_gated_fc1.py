@@ -1,9 +1,9 @@
-"""Orthogonalize a gate and its values, and keys and values of multi-latent attention, as matrices of their own in Megatron's Muon: off unless its variable says `on`.
+"""Separate orthogonalization in Megatron's Muon of a gate and its values, and of keys and values of multi-latent attention: off unless its variable is `on`.
 
-Megatron keeps both matrices in one parameter, so that one product computes them. Muon takes those of grouped queries, keys and values apart, by shapes that each parameter carries. Parameters of two matrices get such shapes
-here before upstream makes the optimizer, and upstream's code takes them apart. Where splits of queries, keys and values are switched off, theirs stay off.
+Megatron keeps both matrices in one parameter, so that one product computes them. Muon splits those of grouped queries, keys and values by shapes that each parameter carries. Parameters of two matrices get such shapes
+here before upstream makes the optimizer, and upstream's code splits them. Where splits of queries, keys and values are switched off, these are off, too.
 
-It is off by default because the step of half a matrix has another length: learning rates were tuned as it is.
+The overlay is off by default because the step of half a matrix has another length, and learning rates were tuned for upstream's.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6688
 """

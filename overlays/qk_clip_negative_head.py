@@ -1,7 +1,7 @@
-"""Leave heads below the threshold as they are where Megatron's attention clips query and key weights.
+"""Clipping of query and key weights in Megatron's attention without a change of heads below the threshold.
 
 Upstream's `clip_qk` runs with largest logits that are raised to half the threshold: their factor is two, and so one at most. Logits above the threshold,
-and all factors that were right, stay as they are. Where upstream refuses, its error is upstream's and logits are those that were there.
+and all factors that were right, are unchanged. Where upstream raises, the logits are restored.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7517
 """

@@ -1,7 +1,7 @@
-"""Restore a schedule of learning rate and weight decay to the steps that were saved.
+"""Restoring of a schedule of learning rate and weight decay to the saved number of steps.
 
-Upstream's `load_state_dict` runs from a counter of zero, and a step of zero then sets the optimizer's rates from all that was restored. Both
-change nothing where upstream is repaired, or a caller sets the counter. A state that upstream refuses leaves the schedule as it was.
+Upstream's `load_state_dict` runs from a counter of zero, and a step of zero then sets the optimizer's rates from the restored values. Both
+have no effect where upstream is repaired, or a caller sets the counter. A state that upstream refuses leaves the schedule unchanged.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7468
 """

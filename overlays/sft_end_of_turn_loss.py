@@ -1,9 +1,9 @@
-"""Let fine-tuning on conversations learn ends of turns where a tokenizer pads with its end-of-text token.
+"""Labels of ends of turns in fine-tuning on conversations with a tokenizer that pads with its end-of-text token.
 
 Upstream pads a sample with the tokenizer's padding token, and then masks each label that is this token. A tokenizer without a padding token pads with its end-of-text token, so models do not
 learn to end a turn. The base class of the dataset detects the collision and keeps a sentinel that is no token, which the method does not read.
 
-Upstream's method runs with the sentinel for the padding token, and padding becomes the tokenizer's token afterwards. Where a configuration says `allow_ambiguous_pad_tokens`, and where padding is a token of its own, all is upstream's.
+Upstream's method runs with the sentinel for the padding token, and padding becomes the tokenizer's token afterwards. Where a configuration has `allow_ambiguous_pad_tokens`, and where padding has its own token, nothing differs from upstream.
 """
 
 from __future__ import annotations

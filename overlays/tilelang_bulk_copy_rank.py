@@ -1,4 +1,4 @@
-"""Say that TMA lowering was switched on for Mamba-3 MIMO on a TileLang that cannot copy its three axes."""
+"""Gate for TMA lowering of Mamba-3 MIMO, switched on with a TileLang that cannot copy its three axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say that TileLang stops with a division by zero in kernels that spread a fragment over an odd number of columns."""
+"""Gate for a TileLang that stops with a division by zero in kernels that spread a fragment over an odd number of columns."""
 
 from __future__ import annotations
 

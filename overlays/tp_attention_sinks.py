@@ -1,4 +1,4 @@
-"""Tensor parallel attributes of learnable attention sinks, of which each rank has those of its own heads.
+"""Tensor parallel attributes of learnable attention sinks. Each rank has the sinks of its own heads.
 
 Norms count a parameter without these attributes on the first rank only. So the norm by which gradients are clipped, and counts of zeros, lack the sinks of
 all other ranks.

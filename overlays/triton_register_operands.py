@@ -1,7 +1,7 @@
-"""Say that kernels of one's own may be wrong on Hopper with this Triton, without an error.
+"""Gate for a Triton with which user kernels may be wrong on Hopper without an error.
 
-It speaks only where a GPU of compute capability 9 is known to be there: Triton 3.6.0 comes with torch 2.11, and hosts
-without such a GPU have nothing to do.
+It warns only where a GPU of compute capability 9 is known to be present: Triton 3.6.0 comes with torch 2.11, and hosts
+without such a GPU are not affected.
 """
 
 from __future__ import annotations

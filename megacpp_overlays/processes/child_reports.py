@@ -232,7 +232,7 @@ def _receipt_of(data: Any) -> Receipt:
     """Return a receipt that was read.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no receipt.
     """
     if not isinstance(data, dict) or data.keys() != set(Receipt._fields):
         raise ValueError("this is no receipt")

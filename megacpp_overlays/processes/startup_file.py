@@ -53,7 +53,7 @@ class StartupFile(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The folder of the package that it leads to, or words for that there is none."""
+        """The folder of the package that the file arms with, or "no package" where it names none."""
         leads_to = re.search(r"'([^']*)/processes/startup/", self.text)
         return leads_to.group(1) if leads_to else "no package"
 

@@ -25,7 +25,7 @@ def capturing(device: Any) -> bool:
     path, and is one graph.
 
     Args:
-        device: a `torch.device`. Only CUDA devices are asked, on their current stream.
+        device: a `torch.device`. Only CUDA devices are checked, on their current stream.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Methods that subclasses override: whether a call still gets to the base's."""
+"""Check that a call of a method that subclasses override still reaches the base's definition."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megacpp_overlays.runtime.seam_marks import plain_function
 
 
 def reaches(kind: type, name: str, accepts: Callable[[type, Any], bool]) -> bool:
-    """Return whether a call of a method gets to a definition that is accepted.
+    """Return whether a call of a method reaches an accepted definition.
 
-    An override is passed over where it calls the method of a base, by `super()` or by the base's name. Of any other override nothing is
-    known, nor of one that is hidden behind a decorator, so the answer is no.
+    An override is skipped if it calls the method of a base, by `super()` or by the base's name. The result is False for any other
+    override, and for one that is hidden behind a decorator.
 
     Args:
         kind: the class of the instance.

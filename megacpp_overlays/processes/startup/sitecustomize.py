@@ -1,4 +1,4 @@
-"""Arms a Python process before its first line, and hands on to the `sitecustomize` that would have run without us.
+"""Start-up hook that arms a Python process before its first line, and then runs the `sitecustomize` behind it.
 
 Python imports the first module of this name at start-up. This folder comes first on the PYTHONPATH of every child of
 a process that asked for it, so any Python may find it here, of any environment and version: it must run on all since
