@@ -74,7 +74,7 @@ def _set(state: MutableMapping[Any, Any], name: str, value: Any) -> None:
         state[name] = type(kept)(value)
 
 
-class _Counting:
+class _FirstStepOptimizer:
     """Optimizer with coupled weight decay; one of `torch.optim` would import torch.compile."""
 
     def __init__(self, weight: Any) -> None:
@@ -99,7 +99,7 @@ def observe(module: ModuleType) -> Observation:
     import torch
 
     weight = torch.nn.Parameter(torch.ones(1, device="cpu"))
-    optim = _Counting(weight)
+    optim = _FirstStepOptimizer(weight)
     getattr(module, feature.TARGET.symbol)(optim)
     found = {name: float(value) for name, value in optim.state[weight].items()}
     return Observation(broken=any(found.values()), seen=f"a fresh optimizer has {found}")

@@ -112,11 +112,11 @@ def _gathering(original: Callable[..., Any], _module: ModuleType) -> Callable[..
     return backward
 
 
-class _Asked(Exception):  # noqa: N818 - it is no error
+class _EndOfCall(Exception):  # noqa: N818 - it is no error
     """Signal that ends a call of upstream once the thread's group was recorded."""
 
 
-class _Asking:
+class _GroupRecorder:
     """Stub with groups, and a config that distributes activations. Any other attribute records the thread's group and ends the call.
 
     The helper itself has a separate observation, because the parts of the overlay are installed one by one, in any order.
@@ -127,7 +127,7 @@ class _Asking:
 
     def __getattr__(self, name: str) -> Any:
         self._found.append(getattr(_here, "group", None))
-        raise _Asked
+        raise _EndOfCall
 
 
 def _observation(found: list[Any], group: Any, place: str) -> Observation:
@@ -156,9 +156,12 @@ def _observe(call: Callable[[ModuleType, Any], Any], place: str) -> Callable[[Mo
     def observe(module: ModuleType) -> Observation:
         group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
         groups, found = SimpleNamespace(tp=group, cp=group), list[Any]()
-        config = _Asking(found, distribute_saved_activations=True, fp8=None, fp4=None)
-        with contextlib.suppress(_Asked):
-            call(module, _Asking(found, pg_collection=groups, model_comm_pgs=groups, tp_group=group, config=config))
+        config = _GroupRecorder(found, distribute_saved_activations=True, fp8=None, fp4=None)
+        with contextlib.suppress(_EndOfCall):
+            call(
+                module,
+                _GroupRecorder(found, pg_collection=groups, model_comm_pgs=groups, tp_group=group, config=config),
+            )
         return _observation(found, group, place)
 
     return observe
@@ -199,14 +202,14 @@ def _old_layers(module: ModuleType, asking: Any) -> None:
 
 def _checkpoint(module: ModuleType, asking: Any) -> None:
     """Save with the thread's group set, and gather with it unset."""
-    context = _Kept(asking)
+    context = _CheckpointContext(asking)
     with _given_up(module, asking):
-        with contextlib.suppress(_Asked):
+        with contextlib.suppress(_EndOfCall):
             _noted(asking.tp_group, module.CheckpointFunction.forward, context, None, True)
         module.CheckpointFunction.backward(context)
 
 
-class _Kept:
+class _CheckpointContext:
     """Context stub that keeps the group, and records at any other attribute that upstream reads or sets."""
 
     def __init__(self, asking: Any) -> None:

@@ -143,7 +143,7 @@ def _made_quantized(*shape: int) -> Any:
     aten = torch.ops.aten
     views = {aten.slice.Tensor, aten.select.int, aten.clone.default, aten.detach.default, aten.view.default}
 
-    class MadeQuantized(torch.Tensor):  # type: ignore[misc] # torch is not seen by the type checker
+    class QuantizedStandIn(torch.Tensor):  # type: ignore[misc] # torch is not seen by the type checker
         payload: Any
         opened: int
 
@@ -172,7 +172,7 @@ def _made_quantized(*shape: int) -> Any:
 
         __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - as Transformer Engine has it
 
-    return MadeQuantized(torch.ones(shape, dtype=torch.uint8, device="cpu"))
+    return QuantizedStandIn(torch.ones(shape, dtype=torch.uint8, device="cpu"))
 
 
 def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[str, ...]) -> Overlay:

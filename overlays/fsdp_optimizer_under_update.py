@@ -125,7 +125,7 @@ def observe(module: ModuleType) -> Observation:
         weight._megatron_fsdp_model = SimpleNamespace(  # noqa: SLF001 - where upstream looks for it
             model_auto_sync=True, install_optimized_model_weights=lambda: installed.append(weight.item())
         )
-        optimizer = _Decaying(weight)
+        optimizer = _DecayOptimizer(weight)
         module.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
         prepared = optimizer.numbers()
         weight.grad = torch.zeros_like(weight)
@@ -140,7 +140,7 @@ def observe(module: ModuleType) -> Observation:
     )
 
 
-class _Decaying:
+class _DecayOptimizer:
     """Minimal optimizer for Megatron-FSDP with one group and one parameter, and both coupled and decoupled decay."""
 
     def __init__(self, weight: Any) -> None:

@@ -35,7 +35,7 @@ _of_fixed_size: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKey
 """For each optimizer, the numbers of the parameters with the same shape in every checkpoint that can be loaded."""
 
 
-class _Seen:
+class _AttributeProxy:
     """Proxy for an object with some attributes replaced."""
 
     def __init__(self, real: Any, **other: Any) -> None:
@@ -51,12 +51,12 @@ def _cut_without_padding(original: Callable[..., Any], _module: ModuleType) -> C
         seen = self
         if any(map(any, stripped)):
             buffers = [
-                _Seen(buffer, param_index_map=compact_index_map(buffer, before))
+                _AttributeProxy(buffer, param_index_map=compact_index_map(buffer, before))
                 for buffer, before in zip(self.buffers, stripped, strict=True)
             ]
             # A proxy and not a temporary attribute: other code that reads the buffers meanwhile, such as the gathering,
             # needs them unchanged.
-            seen = _Seen(self, buffers=buffers)
+            seen = _AttributeProxy(self, buffers=buffers)
         state = original(seen, *args, **kwargs)
         _of_fixed_size[self] = of_fixed_size(state)
         return state

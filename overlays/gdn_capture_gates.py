@@ -34,7 +34,7 @@ from megacpp_overlays.runtime.tensor_notes import TensorNotes
 from megacpp_overlays.source.trees import SourceTree
 
 
-class _Checked(NamedTuple):
+class _PassedChecks(NamedTuple):
     """Checks that a `cu_seqlens` tensor passed."""
 
     content: Any
@@ -45,7 +45,7 @@ class _Checked(NamedTuple):
     """Whether its content differed from the copy at a later check."""
 
 
-_checked: TensorNotes[_Checked] = TensorNotes()
+_checked: TensorNotes[_PassedChecks] = TensorNotes()
 _ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
@@ -88,10 +88,10 @@ def _remember(cu_seqlens: Any, passed: tuple[str, int, int]) -> None:
 
     before = _checked.get(cu_seqlens)
     if before is None:
-        _checked.set(cu_seqlens, _Checked(cu_seqlens.detach().clone(), frozenset({passed}), rewritten=False))
+        _checked.set(cu_seqlens, _PassedChecks(cu_seqlens.detach().clone(), frozenset({passed}), rewritten=False))
         return
     rewritten = before.rewritten or not torch.equal(before.content, cu_seqlens)
-    _checked.set(cu_seqlens, _Checked(before.content, before.passed | {passed}, rewritten))
+    _checked.set(cu_seqlens, _PassedChecks(before.content, before.passed | {passed}, rewritten))
 
 
 def _resolver(module: ModuleType, symbol: str) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Forward
-    from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+    from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 
 _ID = "liger-flce-labelled"
 _BACKENDS = ("ce_impl", "ce_mode")
@@ -100,13 +100,13 @@ def _compute(given: Mapping[str, Any]) -> tuple[Any, ...]:
     return loss, z_loss, accuracy, None, of_input, of_weight, of_bias
 
 
-def _wanted(given: Mapping[str, Any]) -> Wanted | None:
+def _wanted(given: Mapping[str, Any]) -> GradientRequest | None:
     """Return the gradients to compute: those that the caller asks for or, by default, those that the arguments require."""
-    from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+    from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 
     x, weight, bias = given["_input"], given["weight"], given["bias"]
     asked, of_weight = given["compute_gradients"], given["weight_requires_grad"]
-    found = Wanted(
+    found = GradientRequest(
         hidden=x.requires_grad if asked is None else asked,
         hidden_dtype=x.dtype,
         weight=asked is not False and (weight.requires_grad if of_weight is None else of_weight),

@@ -155,7 +155,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
 
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, backward_pass
     from megacpp_overlays.kernels.linear_cross_entropy.saved_tensors import saved
-    from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+    from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
     from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
 
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -176,7 +176,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
                 state.terms,
                 Group(),
                 state.memory,
-                Wanted(hidden=needs[0], hidden_dtype=state.input_dtype, weight=needs[1], bias=needs[2]),
+                GradientRequest(hidden=needs[0], hidden_dtype=state.input_dtype, weight=needs[1], bias=needs[2]),
                 kept=state.kept,
             )
         if of_bias is not None:

@@ -73,7 +73,7 @@ def _is_right(block: int, heads: int) -> bool:
     return block >= heads or heads % block == 0
 
 
-class _Narrowed:
+class _TunerProxy:
     """Restriction of a tuner to right configurations while a launch runs on any thread."""
 
     def __init__(self, tuner: Any, launch: Launch) -> None:
@@ -111,7 +111,7 @@ def _make(launch: Launch) -> Callable[[Callable[..., Any], ModuleType], Callable
         tuner = getattr(module, launch.kernel)
         if not _is_tuner(tuner):
             return lambda *args, **kwargs: original(*args, **kwargs)
-        narrowed = _Narrowed(tuner, launch)
+        narrowed = _TunerProxy(tuner, launch)
 
         def launching(*args: Any, **kwargs: Any) -> Any:
             with narrowed.during():

@@ -169,7 +169,7 @@ def _observed(module: ModuleType) -> Observation:
         "kv_layernorm": torch.nn.Identity(),
     }.items():
         setattr(attention, name, value)
-    with _RanksAreKnown(module):
+    with _KnownWorldSize(module):
         _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, dtype=torch.float32, device="cpu"))
         group.ranks, group.asked = 1, 0
         (weight,) = gradients(key[..., config.qk_head_dim :].sum(), attention.linear_kv_down_proj.weight)
@@ -200,7 +200,7 @@ class _Positions:
         return torch.zeros(length, 1, 1, 2, dtype=torch.float32, device="cpu")
 
 
-class _RanksAreKnown:
+class _KnownWorldSize:
     """Context that sets the number of tensor parallel ranks: up to 0.15.3 upstream reads it and raises where it is not set."""
 
     def __init__(self, module: ModuleType) -> None:

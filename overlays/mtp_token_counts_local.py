@@ -29,13 +29,13 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
 
 
-class _Running(threading.local):
+class _CurrentLoss(threading.local):
     """Thread-local: the loss that is being computed, if the overlay changes it."""
 
-    loss: _Counted | None = None
+    loss: _WeightedLossConfig | None = None
 
 
-_running = _Running()
+_running = _CurrentLoss()
 
 
 def _make_loss(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def _make_loss(original: Callable[..., Any], module: ModuleType) -> Callable[...
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         group, before = _group(given.arguments, module), _running.loss
-        _running.loss = None if group is None else _Counted(given.arguments, group, module.torch)
+        _running.loss = None if group is None else _WeightedLossConfig(given.arguments, group, module.torch)
         if _running.loss is not None:
             given.arguments["config"] = _running.loss
         try:
@@ -81,7 +81,7 @@ def _group(given: dict[str, Any], module: ModuleType) -> Any:
     return None if group.size() == 1 else group
 
 
-class _Counted:
+class _WeightedLossConfig:
     """Proxy for the config of a loss that is weighted with the token counts of a group.
 
     Upstream reads the scaling factor once for each prediction, after it has rolled labels and then their mask.

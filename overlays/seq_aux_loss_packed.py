@@ -63,7 +63,7 @@ class _Share(NamedTuple):
         return torch.nn.functional.pad(sums, (0, 0, 0, len(rows) // self.samples - 1))
 
 
-class _Routed(NamedTuple):
+class _RoutedTokens(NamedTuple):
     """Router of an MoE layer with the size and the samples of its input."""
 
     router: Any
@@ -75,7 +75,7 @@ class _Routed(NamedTuple):
 class _MlpCall:
     """One call of a layer's MLP, with the input that is routed in it."""
 
-    def __init__(self, routed: _Routed | None = None) -> None:
+    def __init__(self, routed: _RoutedTokens | None = None) -> None:
         self.routed = routed
 
 
@@ -116,7 +116,7 @@ def _make_unflatten(original: Callable[..., Any], _module: ModuleType) -> Callab
             rows = hidden_states.shape[0]
             share = _share(self, rows, packed_seq_params)
             if share is not None and _listens(self.mlp):
-                call.routed = _Routed(self.mlp.router, (rows, 1), share)
+                call.routed = _RoutedTokens(self.mlp.router, (rows, 1), share)
                 return hidden_states, padding_mask, None
         unflattened: tuple[Any, Any, Any] = original(self, hidden_states, padding_mask, packed_seq_params, **more)
         return unflattened
@@ -322,7 +322,7 @@ def observe_experts(module: ModuleType) -> Observation:
     states = torch.zeros(_WIDTH, 1, 1, dtype=torch.float32, device="cpu")
     parallel = module.tensor_parallel
     names, replaced = vars(module), Instead(parallel, checkpoint=answer(checkpoint, parallel.checkpoint))
-    call = _MlpCall(_Routed(experts.router, (_WIDTH, 1), share))
+    call = _MlpCall(_RoutedTokens(experts.router, (_WIDTH, 1), share))
     try:
         names["tensor_parallel"] = replaced
         _during(call, module.MoELayer.forward, experts, states, (states, states))
@@ -368,7 +368,7 @@ def _losses(module: ModuleType, samples: int, rank: int) -> tuple[float, float]:
     owners = torch.arange(rank * rows, (rank + 1) * rows, device="cpu") // _WIDTH
     scores = torch.stack([0.2 + 0.2 * owners, 0.8 - 0.2 * owners], dim=1).to(torch.float32)
     chosen = torch.stack([owners % _EXPERTS == each for each in range(_EXPERTS)], dim=1)
-    call = _MlpCall(_Routed(router, (rows, 1), _Share(_WIDTH, samples, rows * rank)))
+    call = _MlpCall(_RoutedTokens(router, (rows, 1), _Share(_WIDTH, samples, rows * rank)))
     _during(call, router._apply_seq_aux_loss, scores, scores, chosen, rows, 1, with_padding_mask=False)  # noqa: SLF001
     own = [(scores[owners == each].sum(0), chosen[owners == each].sum(0)) for each in range(samples)]
     right = sum(float((score * count).sum()) for score, count in own) * _EXPERTS / (rows / samples) ** 2 / samples

@@ -69,7 +69,7 @@ def _marks(module: ModuleType, name: str, kind: str) -> dict[str, Any] | None:
         kind: of sinks.
     """
     parts = ("linear_proj", "linear_q", "linear_kv", "linear_qkv")
-    submodules = _PartsAsAsked(core_attention=_core(kind), **dict.fromkeys(parts, _part()))
+    submodules = _NoneNamespace(core_attention=_core(kind), **dict.fromkeys(parts, _part()))
     return _marks_of(getattr(module, name)(_config(), submodules, layer_number=1, pg_collection=_GROUPS))
 
 
@@ -89,7 +89,7 @@ def _latent_marks(module: ModuleType, kind: str) -> dict[str, Any] | None:
     theirs = {name: getattr(module, name) for name in changed}
     try:
         vars(module).update(changed)
-        return _marks_of(Attention(_config(), _PartsAsAsked(core_attention=_core(kind), linear_proj=part), **given))
+        return _marks_of(Attention(_config(), _NoneNamespace(core_attention=_core(kind), linear_proj=part), **given))
     finally:
         vars(module).update(theirs)
 
@@ -141,14 +141,14 @@ def _part() -> type:
     return AnyPart
 
 
-class _PartsAsAsked(SimpleNamespace):
+class _NoneNamespace(SimpleNamespace):
     """Namespace whose missing attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
-class _WithoutYarn(_PartsAsAsked):
+class _WithoutYarn(_NoneNamespace):
     """The same without attributes of YaRN, whose existence upstream tests."""
 
     def __getattr__(self, name: str) -> None:

@@ -35,7 +35,7 @@ def _make_for_the_group(original: Callable[..., Any], module: ModuleType) -> Cal
         ranks = module.get_tensor_model_parallel_world_size() if 0.0 < label_smoothing < 1.0 else 1
         if ranks == 1:
             return original(ctx, vocab_parallel_logits, target, label_smoothing)
-        upstream = _Saved()
+        upstream = _SavingContext()
         loss = original(upstream, vocab_parallel_logits, target, 0.0)
         return _smoothed(ctx, upstream, loss, label_smoothing, ranks, module, module.get_tensor_model_parallel_group())
 
@@ -54,14 +54,14 @@ def _make_for_a_group(original: Callable[..., Any], module: ModuleType) -> Calla
             ranks = module.get_pg_size(group)
         if ranks == 1:
             return original(ctx, vocab_parallel_logits, target, label_smoothing, tp_group)
-        upstream = _Saved()
+        upstream = _SavingContext()
         loss = original(upstream, vocab_parallel_logits, target, 0.0, group)
         return _smoothed(ctx, upstream, loss, label_smoothing, ranks, module, group)
 
     return forward
 
 
-class _Saved:
+class _SavingContext:
     """Stub of autograd's context for upstream's forward pass that exposes the saved tensors."""
 
     saved: tuple[Any, ...] = ()
@@ -71,7 +71,7 @@ class _Saved:
 
 
 def _smoothed(
-    ctx: Any, upstream: _Saved, loss: Any, label_smoothing: Any, ranks: int, module: ModuleType, group: Any
+    ctx: Any, upstream: _SavingContext, loss: Any, label_smoothing: Any, ranks: int, module: ModuleType, group: Any
 ) -> Any:
     """Return the smoothed losses, and save the inputs of upstream's backward pass in the context.
 

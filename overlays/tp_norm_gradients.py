@@ -39,19 +39,19 @@ _SUMMED, _NOT_SUMMED = NAMES[0], ""
 
 def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _allreduce_non_tensor_model_parallel_grads(model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        return original([_Named(chunk, config, module) for chunk in model], _ByName(config), *args, **kwargs)
+        return original([_RenamedChunk(chunk, config, module) for chunk in model], _ByName(config), *args, **kwargs)
 
     return _allreduce_non_tensor_model_parallel_grads
 
 
 def _make_old(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _allreduce_layernorm_grads(model: Any, config: Any) -> Any:
-        return original([_Named(chunk, config, module) for chunk in model], config)
+        return original([_RenamedChunk(chunk, config, module) for chunk in model], config)
 
     return _allreduce_layernorm_grads
 
 
-class _Named:
+class _RenamedChunk:
     """Proxy for a chunk of a model that renames parameters, so that upstream sums the right ones."""
 
     def __init__(self, chunk: Any, config: Any, module: ModuleType) -> None:

@@ -15,7 +15,7 @@ OURS = ("ours", "ours, logits kept", "liger-kernel 0.8.1 with the overlay")
 """Ours that are shown: the default, the setting that matters most, and the overlay on the release that is in use."""
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """One bar."""
 
     name: str
@@ -31,7 +31,7 @@ class Panel(NamedTuple):
 
     of: str
     each: Found
-    bars: list[Measured]
+    bars: list[Measurement]
 
 
 def svg(found: Found) -> str:
@@ -76,11 +76,11 @@ def described(panels: list[Panel]) -> str:
     return " ".join(sentences)
 
 
-def bars_of(found: Found, each: Found) -> list[Measured]:
+def bars_of(found: Found, each: Found) -> list[Measurement]:
     """Return the bars of one shape, the fastest first; who refuses a loss for each token is there with its mean."""
     accuracy = [one for one in found.get("accuracy", ()) if one["shape"] == each["shape"]]
     judged = accuracy[0]["none"]["uniform"] if accuracy else {}
-    bars: list[Measured] = []
+    bars: list[Measurement] = []
     for name, row in each["rows"].items():
         is_ours = row["kind"] == "ours" or name in OURS
         if row["kind"] == "floor" or (is_ours and name not in OURS):
@@ -96,9 +96,9 @@ def bars_of(found: Found, each: Found) -> list[Measured]:
     return sorted(bars, key=lambda one: one.ms)
 
 
-def bars_of_labelled(each: Found) -> list[Measured]:
+def bars_of_labelled(each: Found) -> list[Measurement]:
     """Return the bars of one share of labelled tokens, the fastest first; others have the names that they have elsewhere."""
-    bars: list[Measured] = []
+    bars: list[Measurement] = []
     for name, row in each["rows"].items():
         if row["kind"] == "ours" and name in OURS:
             bars += measured(name, "ours", row, "")
@@ -107,11 +107,11 @@ def bars_of_labelled(each: Found) -> list[Measured]:
     return sorted(bars, key=lambda one: one.ms)
 
 
-def measured(name: str, kind: str, row: Found, note: str) -> list[Measured]:
+def measured(name: str, kind: str, row: Found, note: str) -> list[Measurement]:
     """Return the bar of a row, if it was measured."""
     if not row["warm"] or row.get("extra_mib") is None:
         return []
-    return [Measured(name, kind, row["warm"]["ms"], row["extra_mib"], note)]
+    return [Measurement(name, kind, row["warm"]["ms"], row["extra_mib"], note)]
 
 
 def wrong(judged: Found) -> str:

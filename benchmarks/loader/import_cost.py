@@ -99,7 +99,7 @@ print(json.dumps(spent))
 
 
 @dataclass(frozen=True)
-class Settled:
+class ImportCost:
     """Cost and decisions of the overlays of one target at its import. Times are medians, in milliseconds."""
 
     target: str
@@ -181,7 +181,7 @@ def settle_once(*targets: str) -> dict[str, Any]:
     return seconds
 
 
-def settled(target: str, rounds: int) -> Settled:
+def settled(target: str, rounds: int) -> ImportCost:
     """Return the medians of one target."""
     settle_once(target)  # the first run compiles bytecode and fills the file cache
     runs = [settle_once(target) for _ in range(rounds)]
@@ -189,7 +189,7 @@ def settled(target: str, rounds: int) -> Settled:
     def median(key: str) -> float:
         return float(statistics.median(run[key] for run in runs)) * 1000
 
-    return Settled(
+    return ImportCost(
         target=target,
         decisions=tuple(runs[0]["decisions"]),
         modules=runs[0]["modules"],
@@ -252,7 +252,7 @@ def starts_table(costs: dict[str, Cost], rounds: int) -> str:
     )
 
 
-def targets_table(all_settled: list[Settled], rounds: int) -> str:
+def targets_table(all_settled: list[ImportCost], rounds: int) -> str:
     """Return the table of the cost that the hooks add to their targets."""
     rows = [
         f"| `{s.target}` | {', '.join(s.decisions)} | {s.torch:.0f} | {s.imported:.0f} | {s.probe:.1f} | {s.sweep:.1f} "

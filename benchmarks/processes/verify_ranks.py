@@ -168,7 +168,7 @@ def simulated(size: int, odd: int, stated: statement.Statement) -> float:
 # Questions and bytes.
 
 
-class Counting:
+class CountingDictionary:
     """A dictionary that counts questions, and the bytes of keys and values in both directions."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class Virtual:
 
 def counted(size: int, odd: int, stated: statement.Statement) -> dict[str, float]:
     """Return the questions and bytes of the exchange when all ranks arrive at once."""
-    store, world, off = Counting(), tuple(range(size)), with_one_off(stated)
+    store, world, off = CountingDictionary(), tuple(range(size)), with_one_off(stated)
     prefix = f"megacpp_overlays/ranks/{'0' * 16}"
     parts = {rank: (Exchange(store, prefix, world, rank, TIMEOUT), off if rank == odd else stated) for rank in world}
     kept, rank_exchange.decode = rank_exchange.decode, functools.cache(rank_exchange.decode)

@@ -67,7 +67,7 @@ class LiveName(NamedTuple):
         return raw if (mark := mark_behind(raw)) is None else mark.original
 
 
-class Found(NamedTuple):
+class ResolvedSymbol(NamedTuple):
     """The result of following a dotted symbol in a module."""
 
     owner: Any
@@ -85,17 +85,17 @@ class Found(NamedTuple):
         return attributes(self.owner).get(self.name, NOTHING)
 
 
-def follow(module: Any, symbol: str) -> Found:
+def follow(module: Any, symbol: str) -> ResolvedSymbol:
     """Follow a dotted symbol through the classes of a module, or of any object in its place; raises nothing."""
     owner = module
     parts = symbol.split(".")
     for depth, part in enumerate(parts[:-1], 1):
-        found = Found(owner, part, ".".join(parts[:depth]), is_complete=False)
+        found = ResolvedSymbol(owner, part, ".".join(parts[:depth]), is_complete=False)
         inner = found.own
         if not is_class(inner):
             return found
         owner = inner
-    return Found(owner, parts[-1], symbol, is_complete=True)
+    return ResolvedSymbol(owner, parts[-1], symbol, is_complete=True)
 
 
 def resolve(module: ModuleType, symbol: str) -> LiveName:

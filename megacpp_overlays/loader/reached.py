@@ -18,9 +18,9 @@ from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader import known, ownership
 from megacpp_overlays.loader.live_names import (
     NOTHING,
-    Found,
     LiveName,
     Owner,
+    ResolvedSymbol,
     follow,
     holder_of,
     is_module,
@@ -147,7 +147,7 @@ def _gone(where: str) -> ResolvedSymbols:
     return ResolvedSymbols(lost=(f"{where} was taken away after us",), others=(f"{where}: nothing",))
 
 
-def _is_upstreams_own(overlay: Overlay, found: Found, symbol: str) -> bool:
+def _is_upstreams_own(overlay: Overlay, found: ResolvedSymbol, symbol: str) -> bool:
     tree = CachedTree(InstalledTree())
     source = readable(tree, overlay.target.module)
     try:

@@ -33,11 +33,11 @@ def fsdp_on_cpu() -> None:
     """Let Megatron-FSDP use the CPU as its GPU in this process, which is a fork: streams do nothing, and tensors stay where they are."""
     import torch
 
-    class Nothing:
+    class CompletedStream:
         """A stream or an event whose methods do nothing, because all work is done already."""
 
         def __getattr__(self, _name: str) -> Any:
-            return lambda *_, **__: Nothing()
+            return lambda *_, **__: CompletedStream()
 
     class TorchOnCpu:
         """torch with one device."""
@@ -49,7 +49,7 @@ def fsdp_on_cpu() -> None:
             return torch.device("cpu")
 
     for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache"):
-        setattr(torch.cuda, name, lambda *_, **__: Nothing())
+        setattr(torch.cuda, name, lambda *_, **__: CompletedStream())
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.cuda.current_device = lambda: 0
     torch.Tensor.cuda = lambda self, *_, **__: self

@@ -14,9 +14,9 @@ import pytest
 import torch
 from linear_cross_entropy_cases import Inputs, call, capture, draw, errors, found, leaves_of, truth
 
-from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory, Settled
+from megacpp_overlays.kernels.linear_cross_entropy.memory import MaskDecision, Memory
 from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 from megacpp_overlays.kernels.masked_products import products as bounded_products
 from megacpp_overlays.kernels.masked_products.products import Products
 from megacpp_overlays.kernels.masked_products.token_selection import select
@@ -209,7 +209,7 @@ def test_logits_may_be_wider_than_the_hidden_states(classes: int) -> None:
 
     hidden, weight, _ = backward_pass(
         inputs.arriving, inputs.hidden, inputs.target, forward.statistics, layer, Terms(), Group(), memory,
-        Wanted(hidden_dtype=torch.bfloat16), kept=forward.kept,
+        GradientRequest(hidden_dtype=torch.bfloat16), kept=forward.kept,
     )  # fmt: skip
 
     assert hidden is not None
@@ -234,7 +234,7 @@ def test_by_itself_a_process_looks_once_at_its_masks_and_never_waits_again(share
 
     assert memory.settled.skips is skips
     # Most have a label: with `auto` a forward pass computes all, by cuBLAS and in another order of classes than with `skip`.
-    at_once = {"settled": Settled(skips=True)} if skips else {"masked": "compute"}
+    at_once = {"settled": MaskDecision(skips=True)} if skips else {"masked": "compute"}
     assert same(seen, found(inputs, memory=Memory(extra_mib=16, **at_once)))
     true = truth(inputs)
     explicit = found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute"))

@@ -23,7 +23,7 @@ from torch.nn import functional
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 from megacpp_overlays.kernels.vocabulary_softmax import passes as vocabulary_softmax
 
 # Triton and torch's debug modes warn as they like.
@@ -224,7 +224,7 @@ def test_logits_wider_than_the_hidden_states_give_the_loss_of_float32() -> None:
 
     forward = forward_pass(rows, inputs.target, layer, terms, Group(), memory)
     hidden, weight, _ = backward_pass(
-        inputs.arriving, rows, inputs.target, forward.statistics, layer, terms, Group(), memory, Wanted()
+        inputs.arriving, rows, inputs.target, forward.statistics, layer, terms, Group(), memory, GradientRequest()
     )
 
     assert hidden is not None

@@ -187,7 +187,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(measured, "_triton", lambda: "3.6.0")
     monkeypatch.setattr(torch.version, "hip", None)
 
-    class Described:
+    class TensorDescription:
         def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, found: str = "H200") -> None:
             capability = DEVICES[found].major, DEVICES[found].minor
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
@@ -197,7 +197,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         def size(self, axis: int) -> int:
             return self.shape[axis]
 
-    yield Described
+    yield TensorDescription
     chosen_keys._kernels.cache_clear()
 
 

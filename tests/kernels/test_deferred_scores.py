@@ -10,7 +10,7 @@ import torch
 from megacpp_overlays.kernels.top_k.deferred_scores import DeferredScores
 
 
-class Counted:
+class CountedNumbers:
     """Numbers, and how often they were asked for."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Counted:
 
 
 def test_shape_dtype_and_device_are_known_before_anything_is_computed() -> None:
-    compute = Counted()
+    compute = CountedNumbers()
 
     made = DeferredScores((2, 3, 4), torch.device("cpu"), compute)
 
@@ -32,7 +32,7 @@ def test_shape_dtype_and_device_are_known_before_anything_is_computed() -> None:
 
 
 def test_operations_are_those_of_the_numbers_which_are_computed_once() -> None:
-    compute = Counted()
+    compute = CountedNumbers()
     made = DeferredScores((2, 3, 4), torch.device("cpu"), compute)
 
     assert torch.equal(made + 1, compute.numbers + 1)
@@ -43,7 +43,7 @@ def test_operations_are_those_of_the_numbers_which_are_computed_once() -> None:
 
 
 def test_what_is_written_is_read_again() -> None:
-    compute = Counted()
+    compute = CountedNumbers()
     made = DeferredScores((2, 3, 4), torch.device("cpu"), compute)
 
     made.masked_fill_(compute.numbers > 3, float("-inf"))
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_again() -> None:
 
 def test_nothing_is_kept_once_it_was_thrown_away_or_read() -> None:
     for reads in (False, True):
-        compute = Counted()
+        compute = CountedNumbers()
         seen = weakref.ref(compute)
         made = DeferredScores((2, 3, 4), torch.device("cpu"), compute)
         del compute

@@ -36,7 +36,7 @@ class Recorder:
         self.got.append(arguments)
 
 
-class Compiled:
+class CompiledProgram:
     """A compiled program, as Triton keeps one."""
 
     function, packed_metadata = FUNCTION, PACKED
@@ -82,7 +82,7 @@ def launcher(given: list[Any], recorder: Recorder) -> Any:
 def of_triton(given: list[Any], number: int) -> tuple[Any, ...]:
     """Return the arguments that Triton's own launch passes to its launcher, pointers as numbers."""
     recorder = Recorder()
-    compiled = Compiled(launcher(given, recorder))
+    compiled = CompiledProgram(launcher(given, recorder))
     numbered = [number if place == PLACE else each for place, each in enumerate(given)]
     driver.CudaLauncher.__call__(compiled.run, *GRID, STREAM, FUNCTION, PACKED, None, None, None, *numbered)
     (got,) = recorder.got
@@ -93,7 +93,7 @@ def of_triton(given: list[Any], number: int) -> tuple[Any, ...]:
 def test_a_launcher_gets_what_triton_gives_it(descriptors: bool) -> None:
     recorder = Recorder()
     given = [each if descriptors or not isinstance(each, TensorDescriptor) else 6 for each in values()]
-    compiled = Compiled(launcher(given, recorder))
+    compiled = CompiledProgram(launcher(given, recorder))
 
     launch = direct_launches.directly(compiled, GRID, list(given), PLACE)
     for number in (0, 5, 3):
@@ -108,29 +108,29 @@ def test_descriptors_are_encoded_once() -> None:
     recorder = Recorder()
 
     with mock.patch.object(runtime._active.utils, "fill_tma_descriptor", encode):
-        launch = direct_launches.directly(Compiled(launcher(values(), recorder)), GRID, values(), PLACE)
+        launch = direct_launches.directly(CompiledProgram(launcher(values(), recorder)), GRID, values(), PLACE)
         for number in range(9):
             launch(number)
 
     assert (len(recorder.got), encode.call_count) == (9, 2)
 
 
-def other(obstacle: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+def other(obstacle: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> CompiledProgram:
     """Return a program whose launches are not as they were read."""
     launch = launcher(values(), recorder)
     if obstacle == "layout":
         monkeypatch.setattr(driver, "_BASE_ARGS_FORMAT", "iiiKKOOOO")
     elif obstacle == "wrapped":
-        return Compiled(lambda *arguments: launch(*arguments))
+        return CompiledProgram(lambda *arguments: launch(*arguments))
     elif obstacle == "profiler":
         monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     elif obstacle == "hook":
         monkeypatch.setattr(knobs.runtime, "launch_exit_hook", print)
     elif obstacle == "attributes":
-        compiled = Compiled(launch)
+        compiled = CompiledProgram(launch)
         del compiled.run.launch_pdl
         return compiled
-    return Compiled(launch, scratch=64 if obstacle == "scratch" else 0)
+    return CompiledProgram(launch, scratch=64 if obstacle == "scratch" else 0)
 
 
 @pytest.mark.parametrize("obstacle", ["layout", "wrapped", "scratch", "attributes", "profiler", "hook"])

@@ -19,7 +19,7 @@ from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 BLOCKS = Memory(block_classes=4, masked="skip")
@@ -156,7 +156,7 @@ def test_a_backward_pass_may_compute_what_its_forward_pass_skipped(logits: str, 
 
     hidden, weight, _ = backward_pass(
         inputs.arriving, inputs.hidden, inputs.target, forward.statistics, layer, Terms(), Group(),
-        replace(forward_memory, masked=masked), Wanted(hidden_dtype=torch.float64), kept=forward.kept,
+        replace(forward_memory, masked=masked), GradientRequest(hidden_dtype=torch.float64), kept=forward.kept,
     )  # fmt: skip
 
     assert hidden is not None

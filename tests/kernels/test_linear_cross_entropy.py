@@ -18,7 +18,7 @@ from torch.nn import functional
 from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy, reference
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 
 WAYS = [
     Memory(block_classes=4),
@@ -757,7 +757,7 @@ def test_losses_can_be_scaled_by_the_probability_of_the_target(
     rows, alone = inputs.hidden.contiguous(), Group()
     layer = Layer(weight=inputs.weight, bias=inputs.bias, class_weight=inputs.class_weight, logits_dtype=logits)
     scaled = Terms(token_scaling=True, **terms)
-    wanted = Wanted(hidden=needs[0], hidden_dtype=torch.float64, weight=needs[1], bias=needs[2])
+    wanted = GradientRequest(hidden=needs[0], hidden_dtype=torch.float64, weight=needs[1], bias=needs[2])
 
     forward = forward_pass(rows, inputs.target, layer, scaled, alone, memory)
     slopes = backward_pass(
@@ -797,7 +797,7 @@ def test_logits_may_be_wider_than_the_hidden_states() -> None:
 
     forward = forward_pass(rows, inputs.target, layer, terms, Group(), memory)
     slopes = backward_pass(
-        inputs.arriving, rows, inputs.target, forward.statistics, layer, terms, Group(), memory, Wanted()
+        inputs.arriving, rows, inputs.target, forward.statistics, layer, terms, Group(), memory, GradientRequest()
     )
 
     true = truth(inputs)

@@ -23,9 +23,9 @@ from megacpp_overlays.kernels.linear_cross_entropy import block_sizes
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import (
     Logits,
+    MaskDecision,
     Masked,
     Memory,
-    Settled,
     padded,
 )
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard
@@ -241,7 +241,7 @@ def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> 
 
     everything = step(Memory(masked="compute"))
     assert step(Memory()) < everything
-    assert step(Memory(settled=Settled(skips=False))) == everything
+    assert step(Memory(settled=MaskDecision(skips=False))) == everything
     assert step(Memory(), device="meta") == everything  # it has no products that end after some rows
 
 

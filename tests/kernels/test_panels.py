@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leaves_of, truth
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest, Shard
 from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.panels import CLASS_ALIGNMENT, Panels
 from megacpp_overlays.kernels.masked_products.row_counts import ROW_ALIGNMENT
@@ -149,7 +149,7 @@ def test_other_ranks_get_the_whole_gradient_of_hidden_states_before_the_last_pro
 
     with Products() as counted:
         gradients = shard_gradients(
-            inputs.hidden, inputs.target, shard, Coefficients(running.lse, scale, scale), memory, Wanted(),
+            inputs.hidden, inputs.target, shard, Coefficients(running.lse, scale, scale), memory, GradientRequest(),
             kept=kept, selection=selection, when_hidden_is_done=lambda found: heard.append((found.clone(), len(counted.shapes))),
         )  # fmt: skip
 

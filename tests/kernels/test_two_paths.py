@@ -24,7 +24,7 @@ from two_paths_cases import MEMORY_ON_A_GPU, SIZES, SIZES_ON_A_GPU, TOKENS, labe
 from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry, path_buffer
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest, Shard
 from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.panels import CLASS_ALIGNMENT
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products, TileWave
@@ -152,7 +152,7 @@ def test_who_waits_for_the_gradient_of_hidden_states_gets_the_whole_once(count: 
     with poisoned() as ways:
         running, kept = shard_statistics(inputs.hidden, inputs.target, shard, WIDE, selection=selection)
         gradients = shard_gradients(
-            inputs.hidden, inputs.target, shard, Coefficients(running.lse, scale, scale), WIDE, Wanted(),
+            inputs.hidden, inputs.target, shard, Coefficients(running.lse, scale, scale), WIDE, GradientRequest(),
             kept=kept, selection=selection, when_hidden_is_done=lambda done: heard.append(done.clone()),
         )  # fmt: skip
 

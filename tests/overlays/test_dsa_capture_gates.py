@@ -299,12 +299,12 @@ def test_positions_are_checked_on_the_device(stand_in: Path, row: list[int], row
 
 
 def test_rows_that_are_one_row_in_memory_need_no_comparison(patched: Gates) -> None:
-    class Compared(torch.overrides.TorchFunctionMode):
+    class ComparisonRecorder(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             assert func is not torch._assert_async
             return func(*args, **(kwargs or {}))
 
-    with graph_capture.rehearsal(), Compared():
+    with graph_capture.rehearsal(), ComparisonRecorder():
         assert patched.positions(torch.arange(3).expand(4, 3), 3, CPU).tolist() == [0, 1, 2]
 
 

@@ -136,10 +136,10 @@ def test_mamba3_without_mimo_needs_no_other_declaration(wrap: Callable[..., Any]
 
 
 def test_a_subclass_inherits_the_declaration(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
-    class Tuned(mamba3):  # type: ignore[misc, valid-type]
+    class TunedMamba3(mamba3):  # type: ignore[misc, valid-type]
         pass
 
-    model = Tuned()
+    model = TunedMamba3()
     wrap(model)
 
     assert is_exact(model.dt_bias)
@@ -441,7 +441,7 @@ def test_a_wrapper_around_something_that_is_no_module_is_left_to_upstream(module
 def honouring() -> type:
     """A wrapper of our own that honours marks, like main's."""
 
-    class Honouring(torch.nn.Module):
+    class HonouringWrapper(torch.nn.Module):
         def __init__(self, config: Any, module: torch.nn.Module) -> None:
             super().__init__()
             dtype = torch.float16 if config.fp16 else torch.bfloat16
@@ -451,7 +451,7 @@ def honouring() -> type:
 
             self.module = module._apply(cast)
 
-    return Honouring
+    return HonouringWrapper
 
 
 def test_where_marks_are_honoured_the_overlay_only_sets_them(honouring: type, mamba3: type[Mixer]) -> None:

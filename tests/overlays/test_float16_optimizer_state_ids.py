@@ -43,7 +43,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
 
 
-class Trained:
+class TrainedOptimizer:
     """Parameters in groups, a real AdamW after one step, and Megatron's optimizer around it."""
 
     def __init__(self, megatron: SimpleNamespace, *groups: list[torch.dtype], seed: int = 0, idle: int = 0) -> None:
@@ -108,12 +108,12 @@ MIXED = [[[B, F, B]], [[F, B]], [[B, B, F], [F, B]], [[F, F], [B, F]], [[B], [F]
 @pytest.mark.parametrize("groups", MIXED, ids=str)
 def test_without_the_overlay_mixed_state_cannot_be_saved(megatron: SimpleNamespace, groups: Any) -> None:
     with pytest.raises((ValueError, KeyError)):
-        Trained(megatron, *groups).sharded()
+        TrainedOptimizer(megatron, *groups).sharded()
 
 
 @pytest.mark.parametrize("groups", MIXED, ids=str)
 def test_every_state_is_saved_under_the_name_of_its_parameter(megatron: SimpleNamespace, groups: Any) -> None:
-    trained = Trained(megatron, *groups)
+    trained = TrainedOptimizer(megatron, *groups)
     with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         state = trained.sharded()
 
@@ -131,7 +131,7 @@ def test_every_state_is_saved_under_the_name_of_its_parameter(megatron: SimpleNa
 
 @pytest.mark.parametrize("groups", MIXED, ids=str)
 def test_state_comes_back_through_names_alone(megatron: SimpleNamespace, groups: Any) -> None:
-    saved, fresh = Trained(megatron, *groups, seed=1), Trained(megatron, *groups, seed=2)
+    saved, fresh = TrainedOptimizer(megatron, *groups, seed=1), TrainedOptimizer(megatron, *groups, seed=2)
     assert not torch.equal(saved.moments[0], fresh.moments[0])
     with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         stored = {entry.key: entry.data.detach().clone() for entry in entries(saved.sharded())}
@@ -150,7 +150,7 @@ def test_of_a_native_parameter_no_copy_is_written(megatron: SimpleNamespace, gro
     """Megatron refuses a checkpoint with the copy of one layer under a name that stacked layers share."""
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    trained = Trained(megatron, *groups)
+    trained = TrainedOptimizer(megatron, *groups)
     with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         copies = list(entries(trained.sharded()["fp32_from_fp16_params"]))
 
@@ -173,7 +173,7 @@ def read_back(state: Any, stored: dict[str, torch.Tensor]) -> Any:
 
 
 def test_a_frozen_parameter_in_a_group_shifts_nothing(megatron: SimpleNamespace) -> None:
-    trained = Trained(megatron, [B, B])
+    trained = TrainedOptimizer(megatron, [B, B])
     frozen = torch.nn.Parameter(torch.zeros(3, dtype=B), requires_grad=False)
     trained.inner.param_groups[0]["params"].insert(0, frozen)
     trained.model["frozen"] = frozen
@@ -195,7 +195,7 @@ def test_results_that_are_right_without_the_overlay_have_the_same_bits(
 
 
 def test_groups_are_back_even_when_upstream_fails(megatron: SimpleNamespace) -> None:
-    trained = Trained(megatron, [B, F])
+    trained = TrainedOptimizer(megatron, [B, F])
     groups = trained.optimizer.float16_groups, trained.optimizer.fp32_from_float16_groups
     del trained.model["group0.1"]
 

@@ -130,7 +130,7 @@ def test_settings_keep_their_values_and_a_tensor_among_them_is_the_same_one(seam
     assert {key: value for key, value in after.items() if key != "params"} == before
 
 
-class Counting(torch.optim.Optimizer):
+class CountingOptimizer(torch.optim.Optimizer):
     """Counts in its group, as fused Adam does, in numbers or tensors, and has a schedule of its own there."""
 
     def __init__(self, params: Any, *, of_tensors: bool = False) -> None:
@@ -149,7 +149,7 @@ class Counting(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("of_tensors", [True, False])
 def test_counters_and_schedules_of_a_group_begin_with_the_first_step(seam: ModuleType, of_tensors: bool) -> None:
-    optimizer = Counting([parameter()], of_tensors=of_tensors)
+    optimizer = CountingOptimizer([parameter()], of_tensors=of_tensors)
     schedule = optimizer.param_groups[0]["schedule"]
 
     prepared(seam, optimizer)
@@ -204,11 +204,11 @@ def test_an_optimizer_that_upstream_refuses_keeps_its_own_step(seam: ModuleType,
 
 
 def test_settings_are_put_back_where_the_step_raises(seam: ModuleType) -> None:
-    class Raising(Counting):
+    class RaisingOptimizer(CountingOptimizer):
         def step(self, closure: Any = None) -> None:
             raise RuntimeError("no step")
 
-    optimizer = Raising([parameter()])
+    optimizer = RaisingOptimizer([parameter()])
 
     with pytest.raises(RuntimeError, match="no step"):
         prepared(seam, optimizer)

@@ -388,7 +388,7 @@ def test_a_parameter_that_lies_elsewhere_than_in_its_bucket_is_not_saved(place: 
         overlay.compact_index_map(found, overlay.stripped_before(found))
 
 
-class Loading:
+class LoadedOptimizer:
     """An optimizer of one rank with parameters of two buckets, and the state that a checkpoint has for it."""
 
     def __init__(self, count: int = 400, ahead: int = 90, parameters: int = 2) -> None:
@@ -421,16 +421,16 @@ class Loading:
 
 
 def test_state_of_its_own_is_loaded() -> None:
-    Loading(ahead=0).check()
+    LoadedOptimizer(ahead=0).check()
 
 
 def test_a_displacement_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"in the place of: 1 \(90 elements displaced\); "):
-        Loading().check()
+        LoadedOptimizer().check()
 
 
 def test_a_rank_tells_by_the_part_that_it_owns() -> None:
-    loading = Loading()
+    loading = LoadedOptimizer()
     loading.owned.start, loading.owned.end = 350, 360
 
     with pytest.raises(CheckpointError, match=r"1 \(90 elements displaced\)"):
@@ -438,16 +438,16 @@ def test_a_rank_tells_by_the_part_that_it_owns() -> None:
 
 
 def test_a_parameter_that_a_rank_owns_nothing_of_is_left_to_the_others() -> None:
-    loading = Loading()
+    loading = LoadedOptimizer()
     [ranges] = loading.optimizer.gbuf_ranges
     del ranges[torch.bfloat16][1]
 
     loading.check()
 
 
-def nothing_but_zeros() -> Loading:
+def nothing_but_zeros() -> LoadedOptimizer:
     """Return a second parameter that the buffer of a broken checkpoint ended before."""
-    return Loading(count=60, ahead=60)
+    return LoadedOptimizer(count=60, ahead=60)
 
 
 def test_nothing_but_zeros_is_a_sign_if_the_weight_is_the_models() -> None:
@@ -470,7 +470,7 @@ def test_nothing_but_zeros_is_none_where_the_model_may_be_another() -> None:
 @pytest.mark.parametrize("fixed", [True, False])
 def test_a_short_parameter_is_detected_by_the_numbers_ahead_of_its_zeros(fixed: bool) -> None:
     with pytest.raises(CheckpointError, match=r"1 \(30 elements displaced\)"):
-        Loading(count=60, ahead=30).check(fixed=fixed)
+        LoadedOptimizer(count=60, ahead=30).check(fixed=fixed)
 
 
 def test_sharded_tensors_of_a_load_say_which_parameters_may_grow() -> None:
@@ -487,7 +487,7 @@ def test_sharded_tensors_of_a_load_say_which_parameters_may_grow() -> None:
 
 def test_an_error_names_eight_and_counts_the_rest() -> None:
     with pytest.raises(CheckpointError, match="and 3 more; "):
-        Loading(parameters=12).check()
+        LoadedOptimizer(parameters=12).check()
 
 
 @pytest.mark.parametrize("of", ["quantized", "another size", "no master"])
@@ -495,7 +495,7 @@ def test_parameters_that_cannot_be_compared_are_not_refused(of: str) -> None:
     class Quantized(torch.Tensor):
         pass
 
-    loading = Loading()
+    loading = LoadedOptimizer()
     if of == "quantized":
         loading.optimizer.gbuf_ranges[0][torch.bfloat16][1]["param_map"] = {}
         wrapped = torch.nn.Parameter(loading.model[1].data.as_subclass(Quantized), requires_grad=False)
@@ -510,7 +510,7 @@ def test_parameters_that_cannot_be_compared_are_not_refused(of: str) -> None:
 
 
 def test_a_parameter_that_no_model_has_is_named_by_its_shape() -> None:
-    loading = Loading()
+    loading = LoadedOptimizer()
     loading.optimizer.model_chunks = []
 
     with pytest.raises(CheckpointError, match=r"a parameter of shape \(400,\) \(90 elements"):

@@ -159,7 +159,7 @@ def test_a_failed_check_is_not_remembered(resolve: Resolver) -> None:
         resolve(given_lengths, cp_size=2)
 
 
-class Compared(torch.overrides.TorchFunctionMode):
+class ComparisonRecorder(torch.overrides.TorchFunctionMode):
     """Keep weak references to the tensors that the assertion compares with: a captured graph reads their memory on every replay."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def test_memory_that_a_graph_compares_with_lives_as_long_as_the_tensor(
     resolve: Resolver, rewritten: tuple[int, ...]
 ) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
-    with graph_capture.rehearsal(), Compared() as compared:
+    with graph_capture.rehearsal(), ComparisonRecorder() as compared:
         resolve(given_lengths)
     assert len(compared.memory) == 1
 

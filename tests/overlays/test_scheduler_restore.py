@@ -137,7 +137,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(restoring: ModuleTyp
 
 
 def test_a_subclass_that_calls_upstream_is_restored(restoring: ModuleType) -> None:
-    class Counting(getattr(restoring, CLASS)):
+    class CountingScheduler(getattr(restoring, CLASS)):
         taken = 0
 
         def step(self, increment: int) -> None:
@@ -149,7 +149,7 @@ def test_a_subclass_that_calls_upstream_is_restored(restoring: ModuleType) -> No
             self.taken = state_dict["taken"]
 
     arguments = {"lr_decay_style": "cosine", **PACK.LR, **PACK.DECAY}
-    made = Counting(SimpleNamespace(param_groups=[{}]), **arguments)
+    made = CountingScheduler(SimpleNamespace(param_groups=[{}]), **arguments)
     made.step(PACK.LATER)
     made.load_state_dict({**PACK.scheduler(PACK.SAVED).state_dict(), "taken": 7})
 

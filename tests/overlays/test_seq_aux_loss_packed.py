@@ -150,7 +150,7 @@ class Experts:
     forward = seam(OF_EXPERTS, "forward", _plain_forward)
 
 
-class Recomputing(Experts):
+class RecomputingExperts(Experts):
     """Stand-in for an MoE layer that routes in the backward pass alone."""
 
     moe_layer_recompute = True
@@ -245,7 +245,7 @@ class HandsOnByName(Router):
         return Router._apply_seq_aux_loss(self, *given)
 
 
-class OwnForward(Recomputing):
+class OwnForward(RecomputingExperts):
     def forward(self, rows: Any) -> Any:
         return lambda: self.route(rows)
 
@@ -338,7 +338,7 @@ def test_the_samples_of_a_layer_belong_to_its_thread_and_its_rows() -> None:
 
 
 def test_each_recomputation_has_the_samples_of_its_own_microbatch() -> None:
-    made = layer(experts=Recomputing(Router()))
+    made = layer(experts=RecomputingExperts(Router()))
     four, two = mlp_of(made), mlp_of(made, width=2 * WIDTH)
     alone = made.mlp.forward(torch.ones(2 * WIDTH, 1, 3))
 
@@ -349,7 +349,7 @@ def test_each_recomputation_has_the_samples_of_its_own_microbatch() -> None:
 
 
 def test_an_attribute_that_an_mlp_sets_on_itself_is_set_on_the_recomputed_one() -> None:
-    class Counts(Recomputing):
+    class Counts(RecomputingExperts):
         def _plain_forward(self, rows: Any) -> Any:
             self.rows = len(rows)
             return self.missing_ones if hasattr(self, "missing_ones") else self.rows

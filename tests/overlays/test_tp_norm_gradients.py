@@ -135,11 +135,11 @@ class Attention(torch.nn.Module):
     def get_query_key_value_tensors(self) -> None: ...
 
 
-class Renamed(Attention):
+class RenamedAttention(Attention):
     """A subclass that changes no method."""
 
 
-class HandsOn(Renamed):
+class HandsOn(RenamedAttention):
     """A subclass whose method calls the base's."""
 
     def get_query_key_value_tensors(self) -> None:
@@ -181,7 +181,13 @@ def shown(model: Any, **config: Any) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [(Attention, [""] * 2), (Renamed, [""] * 2), (HandsOn, [""] * 2), (Own, ["q_layernorm"] * 2), (WithoutNorm, [])],
+    [
+        (Attention, [""] * 2),
+        (RenamedAttention, [""] * 2),
+        (HandsOn, [""] * 2),
+        (Own, ["q_layernorm"] * 2),
+        (WithoutNorm, []),
+    ],
 )
 def test_only_an_attention_that_makes_its_queries_as_it_was_read_has_whole_gradients(
     kind: Any, names: list[str]

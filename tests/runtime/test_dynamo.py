@@ -536,7 +536,7 @@ def test_the_conflict_with_dynamos_own_cache_says_how_to_end_it(traceable: Upstr
 
 
 @dataclass(frozen=True)
-class Counted:
+class StepCount:
     """A step of `compile_cases.py`: its overlay, its graph breaks and its stand-in tree."""
 
     overlay: str
@@ -546,16 +546,16 @@ class Counted:
 
 
 STEPS = {
-    "index_scores": Counted("dsa-indexer-streaming", breaks=0),
-    "indexer_loss": Counted("dsa-indexer-streaming", breaks=0),
-    "context_parallel_lengths": Counted("dsa-capture-gates", breaks=0),
-    "query_positions": Counted("dsa-capture-gates", breaks=2, stand_in="dsa-june"),
-    "packed_lengths": Counted("gdn-capture-gates", breaks=3),
-    "sparse_mla": Counted("fp8-quantized-unwrap", breaks=0),
-    "sparse_mla_that_cannot_be_traced": Counted("fp8-quantized-unwrap", breaks=1),
-    "token_losses": Counted("liger-flce-none-backward", breaks=4),
-    "wrapped_module": Counted("float16-fp32-exemption", breaks=0 if OLDER_THAN_2_15 else 4),
-    "scatter": Counted("dsa-branchless-scatter", breaks=1, stand_in="dsa-june"),
+    "index_scores": StepCount("dsa-indexer-streaming", breaks=0),
+    "indexer_loss": StepCount("dsa-indexer-streaming", breaks=0),
+    "context_parallel_lengths": StepCount("dsa-capture-gates", breaks=0),
+    "query_positions": StepCount("dsa-capture-gates", breaks=2, stand_in="dsa-june"),
+    "packed_lengths": StepCount("gdn-capture-gates", breaks=3),
+    "sparse_mla": StepCount("fp8-quantized-unwrap", breaks=0),
+    "sparse_mla_that_cannot_be_traced": StepCount("fp8-quantized-unwrap", breaks=1),
+    "token_losses": StepCount("liger-flce-none-backward", breaks=4),
+    "wrapped_module": StepCount("float16-fp32-exemption", breaks=0 if OLDER_THAN_2_15 else 4),
+    "scatter": StepCount("dsa-branchless-scatter", breaks=1, stand_in="dsa-june"),
 }
 """Two kinds are left out. Upstream's code of `hopper-flce-dispatch` raises on every device that it could be traced for
 without a GPU. The seams of the other `float16-...` overlays are in code that saves checkpoints, which is never compiled."""
@@ -566,12 +566,12 @@ WITH_OVERLAYS = ("token_losses",)
 
 
 @pytest.fixture(scope="module")
-def chosen(grid_size: str) -> dict[str, Counted]:
+def chosen(grid_size: str) -> dict[str, StepCount]:
     return {step: about for step, about in STEPS.items() if grid_size == "all" or step in DAILY}
 
 
 @pytest.fixture(scope="module")
-def counts(chosen: dict[str, Counted], grid_size: str) -> dict[str, dict[str, Any]]:
+def counts(chosen: dict[str, StepCount], grid_size: str) -> dict[str, dict[str, Any]]:
     """Return the report of each step without and with overlays; a process for each tree and each of the two."""
     folder = SUPPORT
     running = {}
@@ -595,7 +595,7 @@ def counts(chosen: dict[str, Counted], grid_size: str) -> dict[str, dict[str, An
 
 @pytest.mark.upstream
 def test_each_of_these_overlays_was_off_in_the_one_and_active_in_the_other(
-    chosen: dict[str, Counted], counts: dict[str, dict[str, Any]]
+    chosen: dict[str, StepCount], counts: dict[str, dict[str, Any]]
 ) -> None:
     assert not counts["off"]["active"]
     upstream_is_right = set() if LIGER_IS_BROKEN else {"liger-flce-none-backward"}

@@ -22,11 +22,11 @@ STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "softmax": lambda x, _: x.softmax(-1) * x.tanh(),
     "half precision": lambda x, _: (x.tanh().bfloat16() * 2).float(),
     "cut off": lambda x, w: x + w.detach().sum(),
-    "of a class": lambda x, w: Doubled.apply(x, w.sum())[0],
+    "of a class": lambda x, w: TwoResults.apply(x, w.sum())[0],
 }
 
 
-class Doubled(torch.autograd.Function):
+class TwoResults(torch.autograd.Function):
     """Two results, of which one is used."""
 
     @staticmethod

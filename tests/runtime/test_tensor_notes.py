@@ -58,7 +58,7 @@ def test_a_note_goes_with_tensors_that_autograd_saves_for_the_backward_pass() ->
     notes: TensorNotes[str] = TensorNotes()
     found: list[str | None] = []
 
-    class Doubled(torch.autograd.Function):
+    class TwoResults(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
             saved = torch.zeros(2)
@@ -71,7 +71,7 @@ def test_a_note_goes_with_tensors_that_autograd_saves_for_the_backward_pass() ->
             found.append(notes.get(*ctx.saved_tensors))
             return gradients[0] * 2
 
-    Doubled.apply(torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+    TwoResults.apply(torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
 
     assert found == ["forward"]
 

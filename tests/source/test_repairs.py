@@ -127,14 +127,14 @@ def test_a_module_whose_text_is_known_is_not_parsed() -> None:
     assert source is not None
     digest, read = source.sha256[:16], as_if_read(layers(), "package.layers:")
 
-    class Unparsed(Texts):
+    class UnparsedTexts(Texts):
         def module(self, name: str) -> None:
             found = copy.copy(super().module(name))
             vars(found)["syntax"] = property(lambda _: pytest.fail("parsed"))
             return found
 
     known = {digest: read["this tree"]["package.layers:"]}
-    found = judged(Unparsed({"package.layers": LAYERS}), read, SEEN, texts=known)
+    found = judged(UnparsedTexts({"package.layers": LAYERS}), read, SEEN, texts=known)
 
     assert found.verdict is Verdict.FIXED
     assert judged(layers(f"{LAYERS}# more\n"), read, SEEN, texts=known).verdict is Verdict.FIXED

@@ -27,7 +27,7 @@ ROWS, BATCH, HIDDEN, HEADS, RANK, ROPE, VALUE, TOPK = 24, 2, 16, 12, 4, 2, 3, 5
 STEPS = 4
 
 
-class Duplicated(torch.nn.Linear):
+class DuplicatedLinear(torch.nn.Linear):
     """A projection as the indexer asks for one; its twin of Transformer Engine is not on every host."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any, **_: Any) -> None:
@@ -84,10 +84,10 @@ def attention(backend: str, dtype: torch.dtype, coefficient: float) -> Any:
     )
     config.dsa_kernel_backend = backend  # not validated: TileLang may not be there
     parts = dsa.DSAIndexerSubmodules(
-        linear_wq_b=ModuleSpec(module=Duplicated),
-        linear_wk=ModuleSpec(module=Duplicated),
+        linear_wq_b=ModuleSpec(module=DuplicatedLinear),
+        linear_wk=ModuleSpec(module=DuplicatedLinear),
         k_norm=ModuleSpec(module=WrappedTorchNorm),
-        linear_weights_proj=ModuleSpec(module=Duplicated),
+        linear_weights_proj=ModuleSpec(module=DuplicatedLinear),
     )
     made = dsa.DSAttention(
         config=config,

@@ -87,7 +87,7 @@ class Norm(torch.nn.Module):
         return torch.nn.functional.layer_norm(values, values.shape[-1:])
 
 
-class Predicting(torch.nn.Module):
+class PredictionLayer(torch.nn.Module):
     """A real prediction layer that recomputes itself and distributes its saved activations."""
 
     def __init__(self, groups: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def step(way: Way, group: Any, alone: Any, pair: int) -> dict[str, torch.Tensor]
     sequence = way.sequence and group.size() > 1
     common = PACK._common
     if way.kind == "prediction":
-        build, is_cut = Predicting, False
+        build, is_cut = PredictionLayer, False
     else:
         build, _, is_cut = NEAR._layer(CASES[way.kind])
     with mock.patch.object(PACK, "_common", lambda groups: {**common(groups), "sequence_parallel": sequence}):

@@ -40,14 +40,14 @@ class NeedsExtensionError(RuntimeError):
     """Raised where upstream calls its compiled half."""
 
 
-class _Missing:
+class _MissingName:
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Missing(f"{self._name}.{name}")
+        return _MissingName(f"{self._name}.{name}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NeedsExtensionError(self._name)
@@ -56,7 +56,7 @@ class _Missing:
         return 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Missing) and other._name == self._name
+        return isinstance(other, _MissingName) and other._name == self._name
 
     def __hash__(self) -> int:
         return hash(self._name)
@@ -75,7 +75,7 @@ def _extension(members: list[str]) -> ModuleType:
 def _missing(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return _Missing(name)
+    return _MissingName(name)
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ def case_attention_over_a_stored_key_is_that_over_the_dequantized_one_with_its_g
         for name in LAYOUTS:
             query, key = values(*QUERY).requires_grad_(), stored(name, *KEY, requires_grad=True)
             plain = key.dequantize().detach().requires_grad_()
-            with Opened() as calls:
+            with DequantizeCounter() as calls:
                 found = getattr(dsa, replacement.symbol)(query, key, indices, 0.1, 512)
             assert calls == [], name
             expected = getattr(dsa, replacement.symbol)(query, plain, indices, 0.1, 512)
@@ -340,7 +340,7 @@ def call(query: Any, key: Any) -> Any:
     return dispatcher().fused_sparse_mla_absorbed(query, key, torch.zeros(2, 2, 64, dtype=torch.int32), 1.0, 512)
 
 
-class Opened:
+class DequantizeCounter:
     """Counts calls of `dequantize` of Float8Tensor, upstream's own as well as ours."""
 
     def __enter__(self) -> list[int]:
@@ -386,9 +386,9 @@ def case_upstreams_guard_is_fooled() -> None:
 
 def case_the_seam_opens_each_tensor_once_and_changes_no_result() -> None:
     query, key = float8(values(*QUERY)), float8(values(*KEY, seed=1))
-    with Opened() as without:
+    with DequantizeCounter() as without:
         expected, _ = record(query, key, seam=False)
-    with Opened() as calls:
+    with DequantizeCounter() as calls:
         output, got = record(query, key, seam=True)
     assert torch.equal(output, expected)
     assert sorted(calls) == sorted([id(query), id(key)]), "each of our two tensors once"

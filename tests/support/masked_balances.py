@@ -90,7 +90,7 @@ def on_a_rank(tensor: int, with_bias: bool) -> dict[str, list[float]]:
     return found
 
 
-class Routing(torch.nn.Module):  # type: ignore[misc] # torch is not seen by the type checker
+class RoutingLayer(torch.nn.Module):  # type: ignore[misc] # torch is not seen by the type checker
     """An MoE layer that routes and has no experts."""
 
     def __init__(self, router: Any) -> None:
@@ -104,7 +104,7 @@ class Routing(torch.nn.Module):  # type: ignore[misc] # torch is not seen by the
         return states, None
 
 
-def layer_of(config: Any, groups: Any, experts: Routing) -> Any:
+def layer_of(config: Any, groups: Any, experts: RoutingLayer) -> Any:
     """Return a TransformerLayer that is nothing but its MLP: its constructor would make attention."""
     cls = importlib.import_module(MODULES[1]).TransformerLayer
     layer = cls.__new__(cls)
@@ -151,7 +151,7 @@ def learnt(tensor: int, kind: str, mask: Tensor | None, *, is_packed: bool = Fal
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     tokens, masks = (each.chunk(ranks, dim=0 if tensor > 1 else 1)[rank] for each in (tokens, masks))
     if is_packed:
-        experts = Routing(router)
+        experts = RoutingLayer(router)
         layer = layer_of(config, groups, experts)
         packing = SimpleNamespace(tokens_per_sample=TOKENS)
         layer._forward_mlp(

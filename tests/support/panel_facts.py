@@ -11,7 +11,7 @@ from linear_cross_entropy_cases import IGNORED, Inputs, draw, truth
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 
 TOKENS, HIDDEN, CLASSES = 260, 8, 2 * 256 + 72
 EVERY: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 3.0}
@@ -46,7 +46,7 @@ def errors(count: int, dtype: torch.dtype, every: bool, panels: int) -> list[flo
     forward = forward_pass(inputs.hidden, inputs.target, layer, terms, Group(), memory)
     gradients = backward_pass(
         inputs.arriving, inputs.hidden, inputs.target, forward.statistics, layer, terms, Group(), memory,
-        Wanted(hidden_dtype=torch.float32), kept=forward.kept,
+        GradientRequest(hidden_dtype=torch.float32), kept=forward.kept,
     )  # fmt: skip
     seen = {"loss": forward.losses, **dict(zip(("hidden", "weight", "bias"), gradients, strict=True))}
     true = truth(inputs)

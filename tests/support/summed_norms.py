@@ -123,13 +123,13 @@ def heads(way: Way, ranks: int) -> Any:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    class Scaled(Core):
+    class ScaledCore(Core):
         def __init__(self, **_: Any) -> None:
             super().__init__(softmax_scale=0.5)
 
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=Scaled,
+        core_attention=ScaledCore,
         linear_proj=RowParallelLinear,
         q_layernorm=Norm,
         k_layernorm=Norm,

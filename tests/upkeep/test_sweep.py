@@ -501,7 +501,7 @@ def test_without_a_network_the_saved_answers_are_used_with_their_age(
 def test_a_network_that_goes_away_half_way_keeps_the_answers_so_far(scene: Scene) -> None:
     asked: list[str] = []
 
-    class Leaving(Client):
+    class LeavingClient(Client):
         def get(self, path: str, *arguments: Any, **named: Any) -> Any:
             if asked:
                 self.api = "http://127.0.0.1:1"
@@ -511,7 +511,7 @@ def test_a_network_that_goes_away_half_way_keeps_the_answers_so_far(scene: Scene
     land(scene)
     waited = waiting.listed(sessions.current().overlays, scene.packs)
 
-    leaving = Leaving(scene.host.address, None, backoff=0.01)
+    leaving = LeavingClient(scene.host.address, None, backoff=0.01)
     swept = sweep.from_host(waited, scene.saved(), leaving, DAY + timedelta(1))
 
     assert swept.online

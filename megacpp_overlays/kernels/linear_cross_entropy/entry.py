@@ -55,7 +55,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.parallel import (
     forward_pass,
     gather,
 )
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Kept, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest, KeptLogits
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
 from megacpp_overlays.runtime.tensor_notes import TensorNotes
 
@@ -63,7 +63,7 @@ Reduction = Literal["none", "sum", "mean"]
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor]
 
-_kept: TensorNotes[Kept] = TensorNotes()
+_kept: TensorNotes[KeptLogits] = TensorNotes()
 """Logits by a forward pass's sums of exponentials, a tensor that goes from upstream's forward to its backward pass as it is."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -196,7 +196,7 @@ def backward_on_any_device(
             Terms(ignore_index=ignore_index),
             Group(tp_group, tp_rank, tp_world_size, sequence_parallel),
             _memory("BWD"),
-            Wanted(hidden_dtype=global_hidden.dtype),
+            GradientRequest(hidden_dtype=global_hidden.dtype),
             kept=_kept.get(accu),
         )
     assert d_hidden is not None and d_weight is not None  # noqa: S101, PT018 - both were asked for

@@ -35,7 +35,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.parallel import (
     own_class_weight,
 )
 from megacpp_overlays.kernels.linear_cross_entropy.saved_tensors import private_copy, save, saved
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
 
 Reduction = Literal["none", "sum", "mean"]
@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
                 terms,
                 group,
                 memory,
-                Wanted(
+                GradientRequest(
                     hidden=needs_hidden,
                     hidden_dtype=dtype,
                     weight=needs_weight,

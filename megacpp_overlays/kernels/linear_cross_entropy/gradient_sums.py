@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy.panel_path import PanelPath
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest, Shard
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
 
 
@@ -27,7 +27,7 @@ class GradientSums:
         self,
         hidden: torch.Tensor,
         shard: Shard,
-        wanted: Wanted,
+        wanted: GradientRequest,
         products: Products,
         *,
         order: torch.Tensor | None,

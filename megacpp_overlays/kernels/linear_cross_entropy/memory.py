@@ -104,7 +104,7 @@ _Word = TypeVar("_Word", Logits, Masked)
 
 
 @dataclass(slots=True)
-class Settled:
+class MaskDecision:
     """Decisions of `auto`."""
 
     skips: bool | None = None
@@ -136,7 +136,7 @@ class Memory:
     block_classes: int = 0
     masked: Masked | str = Masked.AUTO
     panels: int = 0
-    settled: Settled = field(default_factory=Settled, compare=False, repr=False)
+    settled: MaskDecision = field(default_factory=MaskDecision, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check them."""

@@ -18,7 +18,7 @@ from torch import distributed
 
 from megacpp_overlays.kernels.linear_cross_entropy.block_sizes import is_one_block
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Masked, Memory
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Kept, Shard, ShardGradients, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest, KeptLogits, Shard, ShardGradients
 from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.products import available
 from megacpp_overlays.kernels.masked_products.token_selection import Selection, select
@@ -104,7 +104,7 @@ class Forward:
     statistics: Statistics
     """Over the whole vocabulary. A token that was skipped has the highest logit 0, and as its sum of exponentials the
     number of ranks."""
-    kept: Kept | None
+    kept: KeptLogits | None
     """Logits of this shard: all of them, or the last block; None where no backward pass will use them."""
 
 
@@ -205,9 +205,9 @@ def backward_pass(
     terms: Terms,
     group: Group,
     memory: Memory,
-    wanted: Wanted,
+    wanted: GradientRequest,
     *,
-    kept: Kept | None = None,
+    kept: KeptLogits | None = None,
 ) -> ShardGradients:
     """Return the gradients for this rank's hidden states, weight and bias; None where not wanted.
 
@@ -253,7 +253,7 @@ def _selection(
     coefficients: Coefficients,
     terms: Terms,
     memory: Memory,
-    wanted: Wanted,
+    wanted: GradientRequest,
 ) -> Selection | None:
     """Return the tokens that have a gradient; None where all are computed."""
     results = [] if wanted.main_grad is None else [wanted.main_grad]

@@ -49,7 +49,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class GradientRequest:
     """Which gradients a backward pass computes, and where."""
 
     hidden: bool = True
@@ -74,7 +74,7 @@ class ShardGradients(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptLogits:
     """Logits that wait for the first backward pass, without bias and softcap."""
 
     block: torch.Tensor | None

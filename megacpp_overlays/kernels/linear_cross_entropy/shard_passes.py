@@ -30,7 +30,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.gradient_sums import Gradient
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory, padded
 from megacpp_overlays.kernels.linear_cross_entropy.panel_path import PanelPath
 from megacpp_overlays.kernels.linear_cross_entropy.path_buffer import allocate, keep_logits, panel_paths
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Kept, Shard, ShardGradients, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import GradientRequest, KeptLogits, Shard, ShardGradients
 from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
@@ -53,7 +53,7 @@ def shard_statistics(
     spread: bool = False,
     keep: torch.dtype | None = None,
     selection: Selection | None = None,
-) -> tuple[Statistics, Kept]:
+) -> tuple[Statistics, KeptLogits]:
     """Return the statistics of this shard's logits for the loss, and the last block of them, which is in memory anyway.
 
     Args:
@@ -74,7 +74,7 @@ def shard_statistics(
         buffer = allocate(both, hidden)
         for path in panel_paths(both, hidden, buffer):
             _panel_statistics(path, labels, shard, running)
-        return running, Kept(buffer, 0, selection, paths=keep_logits(both))
+        return running, KeptLogits(buffer, 0, selection, paths=keep_logits(both))
     products = Products(None if selection is None else selection.count)
     order = None
     if selection is not None:
@@ -83,7 +83,7 @@ def shard_statistics(
     panels = None if keep else panels_of(hidden, shard, memory, step, shard.classes, selection)
     if panels is not None and selection is not None:
         _panel_statistics(PanelPath(hidden, order, selection, panels, block, None), labels, shard, running)
-        return running, Kept(block, 0, selection, panels)
+        return running, KeptLogits(block, 0, selection, panels)
     rows = slice(0)
     for rows in blocks(shard.classes, step):
         weight, options = shard.part(rows)
@@ -91,7 +91,7 @@ def shard_statistics(
         products.of_rows(hidden, weight.to(hidden.dtype).t(), out=logits, order=order)
         first_class, first = shard.first_class + rows.start, rows.start == 0
         add_statistics(logits, labels, first_class, running, first=first, selection=selection, **options)
-    return running, Kept(block, rows.start, selection)
+    return running, KeptLogits(block, rows.start, selection)
 
 
 def shard_gradients(
@@ -100,9 +100,9 @@ def shard_gradients(
     shard: Shard,
     coefficients: Coefficients,
     memory: Memory,
-    wanted: Wanted,
+    wanted: GradientRequest,
     *,
-    kept: Kept | None = None,
+    kept: KeptLogits | None = None,
     selection: Selection | None = None,
     when_hidden_is_done: Callable[[torch.Tensor], None] | None = None,
 ) -> ShardGradients:
@@ -211,7 +211,7 @@ def _gradients_of_both(
     shard: Shard,
     coefficients: Coefficients,
     buffer: torch.Tensor,
-    wanted: Wanted,
+    wanted: GradientRequest,
     *,
     when_hidden_is_done: Callable[[torch.Tensor], None] | None,
 ) -> ShardGradients:

@@ -47,7 +47,7 @@ class Base:
 
     part: Erratum
     release: str
-    tree: Read
+    tree: ReadTexts
     finding: Finding
     bodies: frozenset[Place]
     """The bodies that the verdict depends on: places of the form that was matched, or nodes that the probe took fingerprints of."""
@@ -74,7 +74,7 @@ class Base:
 
 
 @dataclass
-class Read:
+class ReadTexts:
     """The texts that a probe asked a tree for; no other is kept."""
 
     texts: dict[str, str | None] = field(default_factory=dict)
@@ -105,12 +105,12 @@ class Read:
         return (tuple(self.texts.items()), tuple((key, file and file.text) for key, file in self.files.items()))
 
 
-class _Recording:
+class _RecordingTree:
     """A tree that records the texts and files that it was asked for, with one source for each name."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
-        self.read = Read(more=tree)
+        self.read = ReadTexts(more=tree)
         self.sources: dict[str, ModuleSource | None] = {}
 
     def module(self, name: str) -> ModuleSource | None:
@@ -136,7 +136,7 @@ class _Recording:
 
 def base(part: Erratum, release: str, tree: SourceTree) -> Base:
     """Run a probe on a tree, and record the texts that it read and the nodes that it took fingerprints of."""
-    recording = _Recording(tree)
+    recording = _RecordingTree(tree)
     taken: list[object] = []
     with _fingerprints(taken):
         finding = examine(part, recording)

@@ -55,7 +55,7 @@ class Judgement:
         return "\n".join([head, self.why, *hunk[:_LINES], *more])
 
 
-class _Changed:
+class _ChangedBase:
     """A base with another text in one place."""
 
     def __init__(self, base: Base, where: str | tuple[str, str], text: str) -> None:
@@ -83,7 +83,7 @@ def judge(base: Base, where: str | tuple[str, str], mutant: Mutant, known: Known
         mutant: its text.
         known: see `Known`.
     """
-    tree = _Changed(base, where, mutant.text)
+    tree = _ChangedBase(base, where, mutant.text)
     settings = Settings(enabled=frozenset({base.part.id}))
     began = time.thread_time()
     shown = where if isinstance(where, str) else "/".join(where)
