@@ -260,7 +260,7 @@ def _part(
     return Overlay(
         id="explicit-tp-groups",
         pack=44,
-        title="hand work on in the tensor parallel groups that a module was given",
+        title="pass the tensor parallel group of a module to the functions that it calls",
         target=target,
         probe=probe,
         replacements={
@@ -282,7 +282,7 @@ def _part(
         "of other groups, and so do layers that distribute the activations they save for recomputation",
         retire_when="cross attention, multi-latent attention, LLaVA, and code that distributes saved activations pass their own tensor parallel group",
         brief="work in explicit TP groups",
-        until="Megatron hands groups on",
+        until="Megatron passes these groups",
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=7452, state="open, opened 2026-09-17: findings 4, 6 and 7"),
         ),

@@ -94,7 +94,7 @@ class _BlockConfig(SimpleNamespace):
 OVERLAY = Overlay(
     id="hybrid-mtp-aux-loss",
     pack=30,
-    title="tell MoE layers of the hybrid model that are for multi-token prediction that they are",
+    title="mark the MoE layers of a hybrid model's multi-token prediction as such",
     target=feature.TARGET,
     probe=feature.probe,
     replacements={feature.NOT_TOLD: (Replacement(symbol=feature.CONSTRUCTOR, make=_make),)},
@@ -109,9 +109,9 @@ OVERLAY = Overlay(
     concerns="hybrid and mtp and experts",
     breaks="the balancing loss of a hybrid model's repeated prediction layer counts once for each prediction, and is logged for "
     "a layer of the decoder",
-    retire_when="HybridStack tells the MoE layers that it makes whether they are for multi-token prediction",
+    retire_when="HybridStack marks the MoE layers that it makes for multi-token prediction",
     brief="MoE losses of hybrid MTP layers",
-    until="HybridStack tells MoE layers",
+    until="HybridStack marks these MoE layers",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=6748, state="merged 2026-08-21, in no release"),),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.18.2 and 0.19.2; 0.18.0 to 0.19.2, main d98e8a64dd "
     "and dev d48bd6be0a read. H200: 0.19.2",

@@ -54,7 +54,7 @@ def observe(module: ModuleType) -> Observation:
 OVERLAY = Overlay(
     id="quant-recipe-stale-weights",
     pack=36,
-    title="tell layers that a step begins where a recipe says which of them are quantized",
+    title="mark the first microbatch of a step for layers that a quantization recipe selects",
     target=feature.TARGET,
     probe=feature.probe,
     replacements={feature.NOT_TOLD: (Replacement(symbol=feature.METHOD, make=_make),)},
