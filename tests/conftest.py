@@ -32,7 +32,7 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.variables import is_ours
 
-# How long an example takes says how busy the host is, and nothing about what is tested. A person's run looks for new
+# The time of an example depends on the load of the host and not on the code under test. A person's run looks for new
 # examples each time; one of CI judges a commit, and must say the same of it twice.
 settings.register_profile(
     "any host",
@@ -55,7 +55,7 @@ BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let real source trees be tested beside the stand-ins."""
+    """Add options for testing real source trees in addition to the stand-ins."""
     text = "a folder that holds the package folder of an upstream, such as a Megatron-LM checkout; may be repeated"
     parser.addoption("--upstream-tree", action="append", default=[], type=Path, metavar="PATH", help=text)
     passes_plugin.add_options(parser)
@@ -90,7 +90,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection() -> Generator[None]:
     """Collect without the garbage collector: nearly all that is made is kept. Then leave it out of the heap.
 
-    The loader asks Python what refers to a function, and that takes as long as the heap is large. No upstream is imported yet.
+    The loader asks Python for the referrers of a function, which takes time in proportion to the heap. No upstream is imported yet.
     """
     gc.disable()
     try:
@@ -116,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run what asks for `tree` on every stand-in and every given tree."""
+    """Run a test that has the argument `tree` on every stand-in and every given tree."""
     if "tree" in metafunc.fixturenames:
         given = {f"upstream-{path.resolve().name}": path for path in _given_trees(metafunc.config)}
         trees = {**STAND_INS, **given}
@@ -133,12 +133,12 @@ def _given_trees(config: pytest.Config) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def upstream_trees(pytestconfig: pytest.Config) -> list[Path]:
-    """Return the source trees that were given with `--upstream-tree`; without one, what is about them is skipped."""
+    """Return the source trees that were given with `--upstream-tree`; without one, skip the test."""
     return _given_trees(pytestconfig) or pytest.skip("no --upstream-tree was given")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked `gpu` where there is none."""
+    """Skip a test that is marked `gpu` on a host without a GPU."""
     if item.get_closest_marker("gpu") is None:
         return
     import torch
@@ -149,14 +149,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None]:
-    """Let what a fixture draws depend on nothing but the fixture: who asks for it first differs from run to run."""
+    """Seed random numbers of a fixture by the fixture alone: the test that first asks for it differs from run to run."""
     with seeds.drawing(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None]:
-    """Let what a test draws depend on nothing but the test."""
+    """Seed random numbers of a test by the test alone."""
     with seeds.drawing(pyfuncitem.nodeid):
         return (yield)
 
@@ -172,7 +172,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     finally:
         if traced is not None:
             traced.start()
-            measure_no_child()  # starting puts into the environment what has every child measured
+            measure_no_child()  # starting sets the variable that has every child measured
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def small_calls() -> Iterator[None]:
-    """Serve calls of every size by overlays that save memory: the question is what they compute, not whether it is worth it."""
+    """Serve calls of every size by overlays that save memory: the tests check their results, not whether a call is worth it."""
     from megacpp_overlays.kernels import measured
 
     with measured.serving_calls_of_every_size():
@@ -202,7 +202,7 @@ def grid_size(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def one_day() -> None:
-    """What writes a day down and asks for it later must not run across midnight, which is in UTC here: wait for it."""
+    """Wait past midnight UTC if it is near: a test that writes a date and reads it later must not run across midnight."""
     left = 86_400 - time.time() % 86_400
     if left < 120:
         time.sleep(left + 1)
@@ -223,7 +223,7 @@ def wheel() -> Callable[[str, str], Path]:
 
 @pytest.fixture(scope="session")
 def megatron_says(wheel: Callable[[str, str], Path]) -> Callable[..., Any]:
-    """Return what a script says of a release: `megatron_says("0.19.2", SUPPORT / "facts.py")`; see `released_megatron`."""
+    """Return the answer of a script about a release: `megatron_says("0.19.2", SUPPORT / "facts.py")`; see `released_megatron`."""
 
     def ask(version: str, script: Path, *words: str | Path, **variables: str) -> Any:
         return released_megatron.said(wheel("megatron-core", version), script, *words, **variables)

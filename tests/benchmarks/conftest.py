@@ -13,7 +13,7 @@ BENCHMARKS = str(ROOT / "benchmarks")
 
 @pytest.fixture(autouse=True)
 def modules_of_benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let tests import what the programs of `benchmarks` import, and leave no module of theirs behind."""
+    """Let tests import the modules of `benchmarks`, and remove them from `sys.modules` afterwards."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield
     for name, module in list(sys.modules.items()):

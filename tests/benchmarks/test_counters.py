@@ -39,7 +39,7 @@ def counters() -> ModuleType:
 
 
 def printed(*launches: tuple[str, str, dict[str, str], str]) -> str:
-    """Return what ncu prints of launches: identity, kernel, metrics, and what a rule says."""
+    """Return the table that ncu prints of launches: identity, kernel, metrics, and the text of a rule."""
     text = io.StringIO()
     write = csv.writer(text, quoting=csv.QUOTE_ALL)
     write.writerow(HEAD)
@@ -72,7 +72,7 @@ def test_a_rate_is_that_of_tensor_cores_at_the_clock_of_the_launch(counters: Mod
 
 
 def sampled(*code: tuple[str, int]) -> str:
-    """Return what ncu prints of machine code with samples."""
+    """Return the table that ncu prints of machine code with samples."""
     text = io.StringIO()
     write = csv.writer(text, quoting=csv.QUOTE_ALL)
     write.writerow(("Kernel Name", "attend_rows"))

@@ -17,7 +17,7 @@ FOLDER = ROOT / "benchmarks/dsa_ranks"
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run it; return the folder of what it wrote."""
+    """Run the benchmark; return the folder of its output."""
     return run_quickly(FOLDER, tmp_path_factory.mktemp("dsa"), "--sizes", "1", "2")
 
 

@@ -22,7 +22,7 @@ WAYS = ["stock, float32", "stock", "stock, again", "stock, channels in another o
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run it; return the folder of what it wrote."""
+    """Run the benchmark; return the folder of its output."""
     folder = tmp_path_factory.mktemp("dsa")
     return run_quickly(FOLDER, folder, "--plot", str(folder / "plot.svg"))
 
@@ -45,9 +45,9 @@ def test_every_way_learns(found: dict[str, Any]) -> None:
 def test_stock_and_overlays_stay_together(found: dict[str, Any]) -> None:
     stock, ours = found["ways"]["stock"], found["ways"]["overlays"]
 
-    for what in ("losses", "grad_norms", "indexer_losses"):
-        assert ours[what] == pytest.approx(stock[what], rel=2e-2), what
-        assert found["ways"]["stock, float32"][what] == pytest.approx(stock[what], rel=5e-2), what
+    for series in ("losses", "grad_norms", "indexer_losses"):
+        assert ours[series] == pytest.approx(stock[series], rel=2e-2), series
+        assert found["ways"]["stock, float32"][series] == pytest.approx(stock[series], rel=5e-2), series
 
 
 def test_stock_once_more_is_the_same_and_in_another_order_nearly(found: dict[str, Any]) -> None:

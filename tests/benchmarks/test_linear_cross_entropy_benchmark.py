@@ -103,11 +103,11 @@ def found() -> dict[str, Any]:
 
 
 SIZES = r"^\d+ x \d+ x \d+, (\d+ tokens labelled, )?"
-"""In front of what was measured."""
+"""The prefix of a goal that names its sizes."""
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, str]:
-    """Return what was asked at the shape, and whether it was reached."""
+    """Return each goal at the shape, and whether it was reached."""
     return {
         f"{re.sub(SIZES, '', where)}: {asked}": said
         for where, asked, _, said in importlib.import_module("linear_cross_entropy.goals").goals(found)
@@ -432,5 +432,5 @@ def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
         assert {name for name, row in each["rows"].items() if not row["warm"]} == set()
         assert "PyTorch, labelled tokens selected beforehand" in each["rows"]
     assert "there is no" in found["absent"]["verl"]
-    assert str(tmp_path) not in json.dumps(found["absent"])  # what is kept names no folder of the host
+    assert str(tmp_path) not in json.dumps(found["absent"])  # kept results name no folder of the host
     ElementTree.fromstring((tmp_path / "plot.svg").read_text())

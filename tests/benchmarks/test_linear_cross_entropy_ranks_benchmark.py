@@ -1,4 +1,4 @@
-"""The benchmark of the vocabulary-parallel loss, on a CPU: every line of it runs, and its page says what it found."""
+"""The benchmark of the vocabulary-parallel loss, on a CPU: every line of it runs, and its page shows its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots that are made of kept numbers: what a reader and a screen reader find there."""
+"""Plots of kept numbers: their content for readers and for screen readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of attention over chosen keys, on a CPU: the whole run at tiny sizes, and what peers with a forward pass alone get.
+"""The benchmark of attention over chosen keys, on a CPU: the whole run at tiny sizes, and the rows of peers that have a forward pass only.
 
 FlashMLA and TileLang's example need a GPU; functions of the same signatures stand in for them, and compute in float32.
 """

@@ -1,4 +1,4 @@
-"""A race in which nobody gains by the place that it starts from."""
+"""A race of contestants in which no starting place is an advantage."""
 
 from __future__ import annotations
 

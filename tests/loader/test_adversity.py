@@ -185,7 +185,7 @@ def test_what_upstream_itself_keeps_elsewhere_is_a_conflict_in_either_order(
     assert (module.double(1), module.REGISTRY[0](1)) == (3, 3)
 
 
-def test_undone_and_armed_again_although_somebody_holds_the_old_seam(upstream: Upstream, session: SessionMaker) -> None:
+def test_undone_and_armed_again_although_a_caller_holds_the_old_seam(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
@@ -223,7 +223,7 @@ def test_an_undo_in_another_thread_waits_for_the_decision_that_is_being_taken(
     assert only(current).reason == "undone in this process"
 
 
-def test_a_wrapper_that_leads_to_our_seam_is_told_and_no_conflict(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_wrapper_around_our_seam_is_reported_and_no_conflict(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()

@@ -1,4 +1,4 @@
-"""Stale names are found by identity and rebound; what cannot be rebound is named."""
+"""Stale names are found by identity and rebound; a holder that cannot be rebound is named."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_another_function_of_the_same_name_is_left_alone(upstream: Upstream) -> 
     assert user.double(1) == 0
 
 
-def test_what_only_holds_names_is_held_by_nobody(upstream: Upstream) -> None:
+def test_a_seam_that_was_only_put_in_has_no_holders(upstream: Upstream) -> None:
     seam = put(upstream.load(), "double")
 
     assert aliases.holders([seam]) == []
 
 
-def test_what_cannot_be_rebound_is_reported_in_words(upstream: Upstream) -> None:
+def test_holders_that_cannot_be_rebound_are_described(upstream: Upstream) -> None:
     module = upstream.load()
 
     def user(function: object = module.double) -> object:
@@ -187,7 +187,7 @@ def by_keyword_default(original: Any, _module: ModuleType) -> Any:
 def test_an_original_that_the_replacement_itself_holds_is_no_conflict(
     upstream: Upstream, session: Callable[..., Session], make: Any
 ) -> None:
-    module = upstream.load()  # first: the heap is searched for what holds the original
+    module = upstream.load()  # before the seam is made: the heap is searched for holders of the original
     current = session(upstream.overlay(replacements={"off-by-one": (Replacement(symbol="double", make=make),)}))
     current.arm()
 

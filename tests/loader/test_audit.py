@@ -32,7 +32,7 @@ def audit(upstream: Upstream, session: SessionMaker) -> Audit:
     return current.audit()
 
 
-def test_what_is_active_is_said_with_what_it_does_and_when_it_goes(audit: Audit, upstream: Upstream) -> None:
+def test_an_active_overlay_is_listed_with_its_effect_and_its_end(audit: Audit, upstream: Upstream) -> None:
     assert str(audit).splitlines() == [
         f"megacpp_overlays {VERSION}   mode auto   fingerprint {audit.fingerprint}",
         "1 active, 0 retired, 0 conflict",
@@ -66,7 +66,9 @@ def mixed(upstream: Upstream) -> Audit:
     return Audit(version="9", mode="auto", settings=Settings(), records=records)
 
 
-def test_what_needs_a_person_comes_first_and_what_needs_nobody_last(mixed: Audit, upstream: Upstream) -> None:
+def test_decisions_that_need_a_person_come_first_and_those_that_need_no_action_last(
+    mixed: Audit, upstream: Upstream
+) -> None:
     lines = str(mixed).splitlines()
 
     assert lines[1] == "1 active, 1 retired, 1 conflict, 1 unproved, 1 gated, 1 armed, 1 absent, 1 off"

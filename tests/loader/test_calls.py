@@ -65,7 +65,7 @@ def test_each_kind_of_seam_counts_and_stays_what_it_was(upstream: Upstream, sess
     assert calls(current.audit()) == {"static": 2, "size": 1, "forward": 1, "double": 1}
 
 
-def test_a_seam_keeps_the_name_the_signature_and_the_place_of_what_it_stands_for(
+def test_a_seam_keeps_the_name_the_signature_and_the_place_of_the_function_that_it_replaces(
     upstream: Upstream, session: SessionMaker
 ) -> None:
     current = session(overlay_of(upstream, "double"))
@@ -73,7 +73,7 @@ def test_a_seam_keeps_the_name_the_signature_and_the_place_of_what_it_stands_for
     module = upstream.load()
 
     assert (module.double.__name__, str(inspect.signature(module.double))) == ("double", "(x)")
-    assert module.double.__code__.co_filename == __file__  # of whoever wrote the seam
+    assert module.double.__code__.co_filename == __file__  # the file of the seam's author
     assert pickle.loads(pickle.dumps(module.double)) is module.double
     with pytest.raises(TypeError) as raised:
         module.double(None)
@@ -81,7 +81,9 @@ def test_a_seam_keeps_the_name_the_signature_and_the_place_of_what_it_stands_for
     assert files == [__file__, __file__, __file__, module.__file__]  # this test, the seam twice, upstream
 
 
-def test_what_its_maker_wrote_on_a_seam_is_there_for_callers(upstream: Upstream, session: SessionMaker) -> None:
+def test_attributes_that_the_maker_sets_on_a_seam_are_there_for_callers(
+    upstream: Upstream, session: SessionMaker
+) -> None:
     def marked(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
         seam = less_one(original, module)
         vars(seam)["cache_clear"] = lambda: "cleared"
@@ -138,7 +140,7 @@ def test_a_forked_child_begins_at_nothing(upstream: Upstream, session: SessionMa
     assert calls(current.audit()) == {"double": 1}
 
 
-# --- what is shown of it ---
+# --- the count in audits and logs ---
 
 
 def test_an_audit_shows_what_was_called_once_anything_was(upstream: Upstream, session: SessionMaker) -> None:

@@ -35,7 +35,7 @@ def test_arming_loads_no_declaration_whose_target_is_nowhere(
 ) -> None:
     package = Path(declarations.__file__).parents[2]
     code = f"import sys; sys.path.insert(0, {str(package)!r}); sys.path[:] = [p for p in sys.path if 'site-' not in p];"
-    libraries = tmp_path / "libraries"  # what this package needs, and no upstream
+    libraries = tmp_path / "libraries"  # the dependencies of this package, without any upstream
     libraries.mkdir()
     for name in ("wrapt", "importlib_metadata", "zipp", "packaging"):
         if (found := sys.modules.get(name)) is not None and found.__file__ is not None:
@@ -79,7 +79,9 @@ def test_torch_can_be_imported_where_a_gate_cannot_be_asked(
     assert "WARNING conflict: the gates cannot be loaded, and none of them warns: " in done.stderr
 
 
-def test_what_is_switched_on_or_off_is_told_from_the_list(run_python: Callable[..., CompletedProcess[str]]) -> None:
+def test_overlays_that_are_switched_on_or_off_are_known_from_the_list(
+    run_python: Callable[..., CompletedProcess[str]],
+) -> None:
     said = run_python(
         LOADED,
         MEGACPP_OVERLAYS_DISABLE="hybrid-linear-ce,tilelang-grouped-reduce",
@@ -136,7 +138,7 @@ def listing(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lis
     made.error = None
     for each in made.sessions:
         each._hooks.close()
-        with contextlib.suppress(RegistryError):  # a list that is not what is declared
+        with contextlib.suppress(RegistryError):  # the list differs from the declarations
             each.undo()
 
 

@@ -1,4 +1,4 @@
-"""A file is written whole: whoever looks, whenever, sees one text or the other. What is read stops nobody."""
+"""Atomic writes, in which a reader always sees the old or the new text, and reads that never block."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megacpp_overlays.upkeep.matrix import matrix_build, matrix_page
 
 @contextlib.contextmanager
 def only_4096_bytes() -> Iterator[None]:
-    """No file may be longer, as under `ulimit -f 4`: what a full disk is to whoever writes.
+    """Limit files to 4096 bytes, as under `ulimit -f 4`: for the writer this is like a full disk.
 
-    Not a fixture: what runs the tests may write to a long file of its own as soon as a test is over.
+    Not a fixture: the test runner may write to a long file of its own as soon as a test is over.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -282,7 +282,7 @@ def test_the_matrix_is_written_with_its_page_or_not_at_all(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_or_too_large_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()

@@ -1,4 +1,4 @@
-"""Code of other libraries in the place of what a finding was read from: named, and nothing of ours active over it."""
+"""Third-party code in the place of code that a finding was read from: it is named, and no overlay is active over it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Router:
 """
 CALLER = "from .helpers import half, half as a_half\n"
 READ = ("half", "third", "Router.route", "Router.size", "Router.name")
-"""What the probe asks of the helpers."""
+"""The symbols of the helpers that the probe reads."""
 
 
 class Rested:
@@ -118,7 +118,7 @@ def the_record(session: Session, *, deep: bool = False) -> Record:
 
 
 def foreign(*_: Any) -> int:
-    """Stand for what another library puts in the place of something."""
+    """A function that another library puts in the place of upstream's."""
     return 7
 
 
@@ -239,7 +239,7 @@ def test_what_comes_later_ends_it_in_the_next_audit(
     assert the_record(current).decision is Decision.ACTIVE
     patch(rested)
 
-    assert current.audit_so_far().records[0].decision is Decision.CONFLICT  # what ranks ask inside of hooks
+    assert current.audit_so_far().records[0].decision is Decision.CONFLICT  # ranks ask for this audit inside of hooks
     record = the_record(current)
     assert record.decision is Decision.CONFLICT
     assert "which this finding was read from" in record.reason
@@ -269,7 +269,7 @@ def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
         if each is threads[0]:
             assert entered.acquire(timeout=HANG_S)
 
-    has_waited = not entered.acquire(timeout=1)  # ten times as long as one waits for a lock that nobody seems to hold
+    has_waited = not entered.acquire(timeout=1)  # ten times as long as the wait for a lock that no thread seems to hold
     go_on.set()
     for each in threads:
         each.join(HANG_S)
@@ -302,7 +302,7 @@ def test_names_that_a_witness_replaces_for_a_while_are_upstream_s_own(rested: Re
     assert the_record(current).decision is Decision.ACTIVE
     assert rested.layers.double(1) == 2
 
-    helpers.half = answer(half, foreign)  # a witness surrounds what another library has put in
+    helpers.half = answer(half, foreign)  # a witness wraps the function that another library has put in
     assert the_record(current).decision is Decision.CONFLICT
 
 

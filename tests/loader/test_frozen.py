@@ -43,7 +43,7 @@ class Value(FrozenValue):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AsDataclass:
-    """What a part would be as a dataclass."""
+    """A part, written as a dataclass."""
 
     id: str
     title: str

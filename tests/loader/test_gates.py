@@ -1,4 +1,4 @@
-"""A gate: a declaration without seams, read when the session is armed, that says what to do and changes nothing."""
+"""A gate: a declaration without seams, read when the session is armed, that prints advice and changes nothing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upst
 
 
 def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: Upstream, session: SessionMaker) -> None:
-    """Whether a run uses what cannot work, only its owner knows: a gate that is understood is advice."""
+    """Only the owner of a run knows whether it uses the broken feature, so a gate with a known shape is advice."""
     note(upstream, "does not work")
     session(gate_of(upstream), mode=Mode.STRICT).arm()
 
@@ -159,7 +159,7 @@ def test_what_is_not_there_is_looked_for_again_where_the_path_is_another_one_and
 
 
 def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, session: SessionMaker) -> None:
-    """What it says may depend on the GPUs of a host, and it changes nothing."""
+    """The advice may depend on the GPUs of a host, and a gate changes nothing."""
     found = []
     for text in ("does not work", "works"):
         note(upstream, text)

@@ -1,7 +1,7 @@
-"""Armed while another thread is half-way through a target, by whatever way it is loaded: nothing false is said, nor raised.
+"""Arming while another thread is half-way through the import of a target: no false decision and no error, however it is loaded.
 
-Where the import system says that it is done, the overlay goes in then; a way of somebody's own tells nobody, and the next
-audit, or the next `arm`, finds what it made.
+Where the import system announces the end of the import, the overlay goes in then. A loader of third-party code announces nothing;
+the next audit, or the next `arm`, finds the module that it made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Halfway:
 
 
 class Finder:
-    """A finder that gives one module a loader of somebody's own."""
+    """A finder that gives one module a third-party loader."""
 
     def __init__(self, name: str, loader: object) -> None:
         self._name, self._loader = name, loader
@@ -143,7 +143,7 @@ def by_exec_into_something_else(name: str, file: str, pause: Pause) -> None:
 
 
 def by_exec_with_locals(name: str, file: str, pause: Pause) -> None:
-    """What is defined gets another global namespace than the module."""
+    """Execute the file so that its definitions get another global namespace than the module."""
     module = sys.modules[name] = ModuleType(name)
     vars(module)["__file__"] = file
     pause("before")
@@ -160,11 +160,11 @@ WAYS = (
     by_exec_with_locals,
 )
 TOLD = {by_a_loader_of_today}
-"""Where the import system tells when the module is complete."""
+"""Ways of loading in which the import system announces that the module is complete."""
 PLACES = ("before", "first line", "middle", "last line", "after")
 HALF_WAY = [*itertools.product(WAYS, PLACES)]
 DONE = {by_a_loader_of_old, by_a_spec, by_exec, by_exec_with_locals}
-"""Where nothing is missing once the last line was executed."""
+"""Ways of loading after which the module is complete once its last line was executed."""
 
 
 @pytest.mark.filterwarnings("ignore::ImportWarning", "ignore::DeprecationWarning")
@@ -209,7 +209,7 @@ def test_armed_by_one_thread_while_another_one_is_half_way(
     assert at_once == (complete or way in TOLD)
     if way is by_exec_into_something_else:
         assert only(current).decision is Decision.CONFLICT
-        assert "still held by" in only(current).reason  # what its functions call each other by
+        assert "still held by" in only(current).reason  # the namespace by which its functions call each other
         return
     assert only(current).decision is Decision.ACTIVE
     assert module.double(1) == 2

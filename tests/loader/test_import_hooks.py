@@ -16,7 +16,7 @@ from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 
 
 class Ear:
-    """A listener that notes what it hears, and raises what it is told to."""
+    """A listener that records each event, and raises the error that the test sets."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, bool]] = []
@@ -75,17 +75,17 @@ def test_every_later_execution_is_heard(upstream: Upstream, ear: Ear, watching: 
     assert type(sys.modules[upstream.module_name].__spec__.loader) is importlib.machinery.SourceFileLoader  # type: ignore[union-attr]
 
 
-def test_a_first_import_is_told_once_and_not_after_closing(upstream: Upstream, watching: Hooks) -> None:
-    told: list[str] = []
+def test_a_first_import_is_announced_once_and_not_after_closing(upstream: Upstream, watching: Hooks) -> None:
+    announced: list[str] = []
     upstream.write("", module="other")
     for name in (upstream.module_name, upstream.module_name, f"{upstream.name}.other"):
-        watching.once_imported(name, lambda name=name: told.append(name))  # type: ignore[misc]
+        watching.once_imported(name, lambda name=name: announced.append(name))  # type: ignore[misc]
 
     upstream.load()
     watching.close()
     upstream.load("other")
 
-    assert told == [upstream.module_name]
+    assert announced == [upstream.module_name]
 
 
 def test_after_closing_nothing_is_heard(upstream: Upstream, ear: Ear, watching: Hooks) -> None:

@@ -84,7 +84,7 @@ def test_a_process_whose_stderr_is_broken_imports_us_and_a_target(
     assert done.stdout == "2\n"
 
 
-# Finders and what stands in the place of modules.
+# Finders, and objects in the place of modules.
 
 
 class Rude:

@@ -1,4 +1,4 @@
-"""Arming, undoing and settling can be interrupted at any line: repeated they end as asked, and audits tell what is so."""
+"""Interrupts at any line of arming, undoing and settling: a repeated call succeeds, and audits report the actual state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def only(session: Session) -> Record:
         pytest.param("MemoryError", [], marks=pytest.mark.full),
     ],
 )
-def test_an_error_at_any_line_leaves_what_can_be_repeated_and_is_told(error: str, lines: list[str]) -> None:
+def test_after_an_error_at_any_line_the_call_can_be_repeated_and_the_error_is_reported(
+    error: str, lines: list[str]
+) -> None:
     """Every line of the loader that one of seven scenarios executes, and of those of several a third in each, the first time."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "interrupted.py"), error, *lines]
@@ -145,7 +147,7 @@ def test_the_reason_of_a_conflict_goes_with_its_cause(upstream: Upstream, sessio
 def test_an_error_after_the_seams_are_in_takes_them_out(
     upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said of a seam must be true, whatever fails between putting it in and saying so."""
+    """The report of a seam must be true, whatever fails between putting it in and reporting it."""
     current = session(upstream.overlay())
 
     def nameless(_: object) -> str:
@@ -217,7 +219,7 @@ def test_a_lock_that_an_interrupt_left_taken_stops_nobody(upstream: Upstream, se
     assert module.double(1) == 3
 
 
-# What is replaced is let go.
+# Replaced objects are released.
 
 
 def test_nothing_of_replaced_executions_stays_alive(upstream: Upstream, session: SessionMaker) -> None:

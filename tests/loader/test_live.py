@@ -1,4 +1,4 @@
-"""A repair that was read must be what is loaded, or nothing is called retired."""
+"""Comparison of loaded code with the source that was read: an overlay is retired only where they agree."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_the_same_text_of_another_file_is_not_what_was_read(repaired: Upstream) 
     assert ".copy.kept" in (differs(repaired, "kept") or "")
 
 
-# What the loader makes of it.
+# The decision of the loader.
 
 
 def settle(session: SessionMaker, upstream: Upstream, **changes: Any) -> Record:
@@ -310,7 +310,7 @@ def test_a_repair_that_was_witnessed_says_so(upstream: Upstream, session: Sessio
 def test_the_broken_release_running_with_the_repaired_file_on_disk_is_a_conflict(
     upstream: Upstream, session: SessionMaker
 ) -> None:
-    """Somebody upgraded the package below a process that had imported it, and then armed."""
+    """The package was upgraded under a process that had imported it; then the session was armed."""
     upstream.write(BROKEN_TEXT)
     upstream.load()
     upstream.write(FIXED_TEXT)

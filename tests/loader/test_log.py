@@ -212,7 +212,7 @@ WITHOUT_GATES = pytest.mark.skipif(
     ("words", "order"),
     [(["audit"], ["active", "count", "trains", "never called"]), ([], ["active", "trains", "count"])],
 )
-def test_a_launcher_is_told_once_at_its_first_audit_or_at_its_end(
+def test_a_launcher_gets_each_line_once_at_its_first_audit_or_at_its_end(
     upstream: Upstream, words: list[str], order: list[str]
 ) -> None:
     done = launch(write(upstream, LAUNCHER), *words, env=environment(upstream))
@@ -221,8 +221,8 @@ def test_a_launcher_is_told_once_at_its_first_audit_or_at_its_end(
     never = "[megacpp_overlays] active and never called: double-fix"
     names = {"active: double-fix": "active", "1 active, 0 retired, 0 conflict": "count", "trains": "trains"}
     names[never] = "never called"
-    told = [name for line in done.stderr.splitlines() for word, name in names.items() if word in line]
-    assert told == order
+    reported = [name for line in done.stderr.splitlines() for word, name in names.items() if word in line]
+    assert reported == order
     assert len(done.stderr.splitlines()) == len(order)
     assert done.stderr.endswith("active and never called: double-fix\n")
 
@@ -320,7 +320,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(
     upstream: Upstream, session: SessionMaker, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(SettingsError, match=r"fifo cannot be written: No such device"):  # and nobody waits for a reader
+    with pytest.raises(SettingsError, match=r"fifo cannot be written: No such device"):  # without waiting for a reader
         session(upstream.overlay(), log=LogForm.FILE, log_path=str(tmp_path / "fifo"))
     with pytest.raises(SettingsError, match=r"no/such/log cannot be written: No such file"):
         session(upstream.overlay(), log=LogForm.FILE, log_path=str(tmp_path / "no/such/log"))
@@ -361,7 +361,7 @@ def test_a_package_that_is_off_says_so_in_one_short_line(
     assert capsys.readouterr().err == "[megacpp_overlays] mode off; nothing is installed\n"
 
 
-def test_a_python_that_is_newer_than_those_of_the_tests_is_told_once_on_one_rank(
+def test_a_python_that_is_newer_than_those_of_the_tests_is_reported_once_on_one_rank(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ".".join(map(str, sys.version_info[:2]))
@@ -374,8 +374,8 @@ def test_a_python_that_is_newer_than_those_of_the_tests_is_told_once_on_one_rank
         made.arm()
         made.arm()
 
-    told = [line for line in capsys.readouterr().err.splitlines() if "is tested on" in line]
-    assert told == [
+    reported = [line for line in capsys.readouterr().err.splitlines() if "is tested on" in line]
+    assert reported == [
         f"[megacpp_overlays] Python {here} is newer than 3.9, the newest that this package is tested on; what a probe does "
         "not recognise there is a conflict, and nothing is installed"
     ]

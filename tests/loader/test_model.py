@@ -1,4 +1,4 @@
-"""The data refuses what would be a guess."""
+"""Checks of the declarations: a field that would be a guess is refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_decision_is_replaced_and_never_edited(upstream: Upstream) -> None:
 
 
 def test_an_overlay_has_no_field_that_can_be_forgotten(upstream: Upstream) -> None:
-    """But for what most overlays need not say, and those of plugins from before it never said."""
+    """Exceptions are fields that most overlays do not need, and fields that are younger than existing plugins."""
     fields = dataclasses.fields(upstream.overlay())
 
     assert [field.name for field in fields if field.default is not dataclasses.MISSING] == [

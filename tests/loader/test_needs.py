@@ -46,7 +46,7 @@ class Pair:
         return self.dependent, self.needed
 
     def change(self, **fields: object) -> None:
-        """Declare what is needed in another way."""
+        """Declare the needed overlay with other fields."""
         self.needed = self.upstream.overlay(**fields)
 
     def wrapper(self) -> Any:
@@ -107,7 +107,7 @@ def test_it_is_in_where_upstream_needs_no_repair(
 
 @pytest.mark.parametrize("switched_off", [False, True])
 def test_it_is_in_while_what_it_needs_was_not_imported(pair: Pair, session: SessionMaker, switched_off: bool) -> None:
-    """Then it is asked what it would be: one that is switched off has nothing to repair where upstream is right."""
+    """The needed overlay is probed for the decision that it would get: one that is off has nothing to repair in a repaired upstream."""
     if switched_off:
         pair.upstream.write(FIXED_TEXT)
     current = session(*pair.overlays, disabled=OFF if switched_off else frozenset())
@@ -145,12 +145,12 @@ def test_it_stays_out_where_the_other_one_cannot_help(
 
 
 def _unreadable(_: object) -> Finding:
-    raise OSError("nobody can read this")
+    raise OSError("cannot be read")
 
 
 @pytest.mark.parametrize("how", ["the self-test fails", "the witness disagrees", "falsely retired"])
 def test_it_comes_out_when_the_other_one_turns_out_not_to_help(pair: Pair, session: SessionMaker, how: str) -> None:
-    """What is read before an import may be right; only what happens then tells."""
+    """The finding before an import may be right; only its effect after the import decides."""
 
     def wrong(_: ModuleType) -> Observation:
         return Observation(broken=True, seen="it is wrong when it runs")

@@ -150,7 +150,7 @@ def test_parts_that_wait_are_one_line_that_names_them_all(upstream: Upstream, se
 def test_parts_of_the_same_words_are_all_shown_where_something_was_done(
     upstream: Upstream, session: SessionMaker
 ) -> None:
-    """The evidence of both is the same line of code; what was replaced is not the same."""
+    """The evidence of both parts is the same line of code; the replaced symbols differ."""
     upstream.write(BROKEN_TEXT, module="moved")
     failing = Observation(broken=True, seen="no")
     for changes, decision in (({}, Decision.ACTIVE), ({"self_test": lambda module: failing}, Decision.CONFLICT)):

@@ -1,4 +1,4 @@
-"""A probe that raises has recognised nothing, and says what it tripped over."""
+"""A probe that raises: the verdict is UNRECOGNISED, with the error as evidence."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ UNRECOGNISED = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evide
 
 @dataclass
 class Tree:
-    """A copy of the newest release, and what audits of it say."""
+    """A copy of the newest release, with the results of its audits."""
 
     folder: Path
     run_python: Callable[..., subprocess.CompletedProcess[str]]
 
     def proved_by(self) -> dict[str, set[str | None]]:
-        """Return what the verdicts of each kind of decision rest on."""
+        """Return the kinds of proof behind the verdicts, for the active and for the absent overlays."""
         done = self.run_python(AUDIT, self.folder, check=False)
         decided = [each for each in json.loads(done.stdout)["decisions"] if each["distribution"] == "megatron-core"]
         return {

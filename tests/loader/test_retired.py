@@ -74,7 +74,7 @@ def test_an_entry_with_a_field_too_many_or_too_few_is_not_read_as_another(file: 
 
 
 def unguarded(gone: RetiredOverlay) -> list[str]:
-    """Return what an entry lacks: a day, a target, or the case of a pack that runs on as a regression guard."""
+    """Return the missing parts of an entry: a day, a target, or the case of a pack that still runs as a regression guard."""
     cases = {
         (pack.number, case.overlay)
         for pack in inventory.list_packs(inventory.own_folder())

@@ -69,7 +69,7 @@ def on_class(upstream: Upstream, session: SessionMaker) -> tuple[Session, Module
 
 
 def execute_past_every_hook(module: ModuleType) -> ModuleType:
-    """Execute the file of a module as a recipe of somebody's own does; return what it made."""
+    """Execute the file of a module as a third-party recipe does; return the module that it made."""
     spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -423,9 +423,11 @@ def test_upstreams_own_override_in_the_file_that_was_probed_is_no_news(
     assert only(current).around == ()
 
 
-def test_a_wrapper_is_told_and_counted_by_what_ranks_compare(on_function: tuple[Session, ModuleType]) -> None:
+def test_a_wrapper_is_reported_and_changes_the_statement_that_ranks_compare(
+    on_function: tuple[Session, ModuleType],
+) -> None:
     current, module = on_function
-    before, said = current.audit().fingerprint, told(current)
+    before, said = current.audit().fingerprint, digest_of(current)
 
     module.double = functools.wraps(module.double)(lambda x, inner=module.double: inner(x))
 
@@ -438,10 +440,10 @@ def test_a_wrapper_is_told_and_counted_by_what_ranks_compare(on_function: tuple[
         else f"{module.__name__}.double: {__name__}.<lambda>",
     )
     assert current.audit().fingerprint != before
-    assert told(current) != said
+    assert digest_of(current) != said
 
 
-def told(session: Session) -> str:
+def digest_of(session: Session) -> str:
     return statement.digest(statement.of(session.audit(), InstalledTree()))
 
 
@@ -471,7 +473,7 @@ def test_a_wrapper_that_raises_when_it_is_asked_is_a_conflict(on_function: tuple
     assert "an object of" in only(current).reason
 
 
-# What only a walk finds.
+# Holders that only a walk over the heap finds.
 
 
 def test_what_holds_an_original_where_no_name_leads_is_found_when_it_is_asked_for(

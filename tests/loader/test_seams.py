@@ -1,4 +1,4 @@
-"""Replace and put back: exactly what was there, of whatever kind."""
+"""Seams: any kind of symbol is replaced, and exactly the original is put back."""
 
 from __future__ import annotations
 
@@ -164,14 +164,14 @@ def test_a_symbol_that_cannot_be_replaced_is_refused_by_name(upstream: Upstream,
         put(upstream.load(), symbol)
 
 
-@pytest.mark.parametrize("what", ["the original", "nothing", "a class", "another function of upstream"])
-def test_a_replacement_that_is_not_new_is_refused_before_anything_changes(upstream: Upstream, what: str) -> None:
+@pytest.mark.parametrize("kind", ["the original", "nothing", "a class", "another function of upstream"])
+def test_a_replacement_that_is_not_new_is_refused_before_anything_changes(upstream: Upstream, kind: str) -> None:
     module = upstream.load()
     original, other = module.double, module.Layer.static
     made = {"the original": original, "nothing": None, "a class": module.Layer, "another function of upstream": other}
 
     with pytest.raises(SeamError, match="is no new function but"):
-        put(module, "double", lambda _: made[what])
+        put(module, "double", lambda _: made[kind])
 
     assert module.double is original
     assert not hasattr(other, "__wrapped__")

@@ -192,7 +192,7 @@ def test_an_amount_is_a_whole_number_in_one_spelling(text: str, meant: str) -> N
         Settings.from_env({MEMORY_MIB: text}, IDS)
 
 
-def test_what_kernels_are_to_do_is_read_with_all_else() -> None:
+def test_settings_of_kernels_are_read_with_all_others() -> None:
     env = {MEMORY_MIB: " 512 ", LOGITS: "KEEP", MASKED: ""}
 
     expected = {MEMORY_MIB: "512", LOGITS: "keep", MASKED: "auto", CHOICES: "trust", SMALL: "upstream"}

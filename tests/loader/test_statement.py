@@ -41,7 +41,7 @@ def test_a_target_that_waits_is_read_from_its_file(session: Callable[..., Sessio
     assert before["version"] == after["version"] == "unversioned"
 
 
-def test_an_edit_of_a_file_that_nobody_imported_changes_the_digest(
+def test_an_edit_of_a_file_that_was_not_imported_changes_the_digest(
     session: Callable[..., Session], upstream: Upstream
 ) -> None:
     made = session(upstream.overlay())
@@ -69,10 +69,10 @@ def test_everything_that_is_off_still_says_what_it_is_off_for(
     made = session(upstream.overlay(), mode=Mode.OFF)
     made.arm()
 
-    told = say(made)
+    stated = say(made)
 
-    assert told["mode"] == "off"
-    assert told["decisions"][0]["source_sha256"] is not None
+    assert stated["mode"] == "off"
+    assert stated["decisions"][0]["source_sha256"] is not None
 
 
 def test_what_is_off_by_default_is_off_until_it_is_asked_for(
@@ -90,11 +90,11 @@ def test_a_statement_is_plain_data_without_paths(session: Callable[..., Session]
     made.arm()
     upstream.load()
 
-    told = say(made)
+    stated = say(made)
 
-    assert json.loads(json.dumps(told)) == told
-    told["decisions"][0].pop("reason")
-    assert str(upstream.folder) not in json.dumps(told)
+    assert json.loads(json.dumps(stated)) == stated
+    stated["decisions"][0].pop("reason")
+    assert str(upstream.folder) not in json.dumps(stated)
 
 
 def test_the_files_of_a_plugin_are_part_of_what_it_says(session: Callable[..., Session], upstream: Upstream) -> None:
@@ -135,10 +135,10 @@ def test_files_of_one_name_in_two_packages_of_a_plugin_have_one_order_in_every_p
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text(f"def make(original, module):\n    return {letter!r}\n")
 
-    told = {run_python(PLUGIN, ROOT, SUPPORT, tmp_path, PYTHONHASHSEED=seed).stdout for seed in "123"}
+    stated = {run_python(PLUGIN, ROOT, SUPPORT, tmp_path, PYTHONHASHSEED=seed).stdout for seed in "123"}
 
-    assert len(told) == 1
-    assert len(told.pop().strip()) == 64
+    assert len(stated) == 1
+    assert len(stated.pop().strip()) == 64
 
 
 def test_a_replacement_that_is_bound_to_arguments_counts_with_the_file_of_its_function(
@@ -162,7 +162,7 @@ PACKAGE = ROOT / "megacpp_overlays"
 
 
 def test_every_file_and_folder_with_python_is_named_as_one_that_runs_or_as_one_that_does_not() -> None:
-    """A room that is added must be named in one of the two lists; what is below it is in with it."""
+    """A new folder must be named in one of the two lists; its files and subfolders are included."""
     there = {each.name for each in PACKAGE.iterdir() if each.suffix == ".py" or any(each.rglob("*.py"))}
 
     assert there == {*statement.RUN, *statement.KERNELS, *statement.NOT_RUN}
@@ -183,7 +183,7 @@ def test_nothing_that_runs_imports_what_does_not() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of this package, links followed: what a wheel installs and more."""
+    """A copy of this package with links followed: the files of a wheel, and more."""
     folder = tmp_path / "megacpp_overlays"
     shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__", "receipts"))
     return folder
@@ -220,7 +220,7 @@ def test_an_edit_changes_the_hash_in_every_folder_that_a_run_can_execute(
     assert statement.package_sha256(copy, others) == of_others
 
 
-def test_an_edit_of_what_no_run_executes_changes_nothing(copy: Path) -> None:
+def test_an_edit_of_a_file_that_no_run_executes_changes_nothing(copy: Path) -> None:
     before = statement.package_sha256(copy)
 
     for path in [path for name in statement.NOT_RUN for path in [*(copy / name).rglob("*.py"), *copy.glob(name)]]:
@@ -273,11 +273,11 @@ def test_a_long_reason_is_shortened_and_what_is_compared_still_tells_two_apart(
 def test_the_words_of_a_reason_do_not_count(session: Callable[..., Session], upstream: Upstream) -> None:
     made = session(upstream.overlay())
     made.arm()
-    told = say(made)
-    (decision,) = told["decisions"]
+    stated = say(made)
+    (decision,) = stated["decisions"]
 
-    assert statement.digest({**told, "decisions": [{**decision, "reason": "other"}]}) == statement.digest(told)
-    assert statement.digest({**told, "decisions": [{**decision, "verdict": "other"}]}) != statement.digest(told)
+    assert statement.digest({**stated, "decisions": [{**decision, "reason": "other"}]}) == statement.digest(stated)
+    assert statement.digest({**stated, "decisions": [{**decision, "verdict": "other"}]}) != statement.digest(stated)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -287,10 +287,10 @@ def test_a_setting_that_is_compared_is_in_the_statement(
     made = session(upstream.overlay())
     made.arm()
 
-    told = say(made)
+    stated = say(made)
 
-    assert (setting.name in told["settings"]) is (setting.compared_in == "settings")
-    assert not setting.compared_in or setting.compared_in in told
+    assert (setting.name in stated["settings"]) is (setting.compared_in == "settings")
+    assert not setting.compared_in or setting.compared_in in stated
 
 
 def test_a_setting_of_a_kernel_changes_the_digest(session: Callable[..., Session], upstream: Upstream) -> None:
@@ -319,7 +319,9 @@ def test_the_fingerprint_of_an_audit_is_what_ranks_compare(session: Callable[...
     assert len(audit.fingerprint) == 16
 
 
-def test_every_print_of_a_fingerprint_tells_apart_what_ranks_would(upstream: Upstream, copy: Path) -> None:
+def test_every_print_of_a_fingerprint_tells_apart_statements_that_ranks_tell_apart(
+    upstream: Upstream, copy: Path
+) -> None:
     elsewhere = upstream.folder / "elsewhere"
     elsewhere.mkdir()
     edit(copy.rename(elsewhere / copy.name) / "kernels" / "measured.py")

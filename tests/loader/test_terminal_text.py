@@ -28,14 +28,14 @@ from megacpp_overlays.upkeep.matrix import matrix_text
 from megacpp_overlays.upkeep.matrix.matrix import Row, Table
 
 CLEARS = "\x1b[2J\x1b[Hforged\nno drift\r\x9b31m\u202e\udc80"
-"""What clears a screen, begins lines, colours in one character, turns the direction and is no character at all."""
+"""Escapes that clear the screen, line breaks, a one-character colour sequence, a change of direction and a lone surrogate."""
 
 
 def is_plain(text: str) -> bool:
     return all(each.isprintable() or each == "\n" for each in text)
 
 
-def test_what_is_none_to_be_seen_is_escaped_and_the_rest_is_as_it_was() -> None:
+def test_unprintable_characters_are_escaped_and_the_rest_is_unchanged() -> None:
     assert terminal_text.one_line("Überschrift: 10 µs \N{SNOWMAN}") == "Überschrift: 10 µs \N{SNOWMAN}"
     assert terminal_text.one_line(CLEARS) == r"\x1b[2J\x1b[Hforged\nno drift\r\x9b31m\u202e\udc80"
     assert terminal_text.lines("a\tb\n\x1b") == "a\tb\n\\x1b"

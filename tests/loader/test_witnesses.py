@@ -552,7 +552,7 @@ def test_a_repair_that_was_read_and_one_that_was_witnessed_have_different_finger
     assert replace(audit, records=(read,)).fingerprint != audit.fingerprint
 
 
-def test_what_a_case_saw_is_shown_without_escape_sequences(kept: Kept) -> None:
+def test_the_observation_of_a_case_is_shown_without_escape_sequences(kept: Kept) -> None:
     kept.edit(cases=[{"case": "double\x1b[1m", "seen": "double(1) = 2\n\x1b[31mactive"}])
 
     assert kept.decide().reason.endswith("by double\\x1b[1m: double(1) = 2\\n\\x1b[31mactive")
@@ -562,16 +562,16 @@ def test_what_a_case_saw_is_shown_without_escape_sequences(kept: Kept) -> None:
 def test_a_cache_folder_that_is_no_absolute_path_is_ignored(monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
     """The XDG Base Directory Specification says so. A relative path would be another folder in each working directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", relative)
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
 
-    assert witnesses.folder_of(Settings()) == Path("/home/somebody/.cache/megacpp-overlays/witness")
+    assert witnesses.folder_of(Settings()) == Path("/home/user/.cache/megacpp-overlays/witness")
 
 
 def test_without_a_setting_witnesses_are_in_the_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     in_cache = witnesses.folder_of(Settings())
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
 
     assert in_cache == Path("/caches/megacpp-overlays/witness")
-    assert witnesses.folder_of(Settings()) == Path("/home/somebody/.cache/megacpp-overlays/witness")
+    assert witnesses.folder_of(Settings()) == Path("/home/user/.cache/megacpp-overlays/witness")

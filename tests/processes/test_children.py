@@ -61,7 +61,7 @@ def env(upstream: Upstream) -> dict[str, str]:
 
 
 def said(done: subprocess.CompletedProcess[str]) -> object:
-    """Return what a launcher printed last, as JSON."""
+    """Return the last line that a launcher printed, parsed as JSON."""
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -144,7 +144,9 @@ NEVER = {"environment of its own", "-S", "-I"}
 
 @pytest.mark.parametrize("preload", [pytest.param("preloaded", marks=pytest.mark.full), "not preloaded"])
 @pytest.mark.parametrize("reach", ["reached", "left alone"])
-def test_what_each_kind_of_child_runs(upstream: Upstream, env: dict[str, str], reach: str, preload: str) -> None:
+def test_each_kind_of_child_runs_repaired_or_stock_code(
+    upstream: Upstream, env: dict[str, str], reach: str, preload: str
+) -> None:
     launcher = write(upstream, KINDS)
 
     found = said(launch(launcher, reach, preload, env={**env, "PLAIN_PATH": env["PYTHONPATH"]}))
@@ -286,7 +288,7 @@ def test_closing_puts_the_environment_back(monkeypatch: pytest.MonkeyPatch, path
     assert (dict(os.environ), sys.path) == (before, entries)
 
 
-def test_closing_keeps_what_somebody_else_changed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_keeps_a_later_change_of_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/a")
     reached = megacpp_overlays.reach_children()
     monkeypatch.setenv("PYTHONPATH", f"/new:{os.environ['PYTHONPATH']}")
@@ -310,7 +312,7 @@ def test_handles_may_close_in_any_order(order: tuple[int, int], monkeypatch: pyt
     assert (dict(os.environ), sys.path) == (before, entries)
 
 
-# --- what runs at start-up ------------------------------------------------------------------------------------
+# --- the start-up file ------------------------------------------------------------------------------------
 
 
 def test_any_python_can_read_the_startup_file() -> None:
@@ -452,7 +454,7 @@ def test_a_python_that_cannot_be_armed_ends_at_once_and_says_how_to_go_on(
 def test_a_child_that_may_not_write_receipts_works_on_and_says_so_while_who_asks_for_them_is_stopped(
     env: dict[str, str], is_child: bool
 ) -> None:
-    """A child may run as somebody else, or in another container; the parent learns of it when it demands the receipt."""
+    """A child may run as another user, or in another container; the parent learns of it when it demands the receipt."""
     env = {**env, "PYTHONPATH": f"{children.STARTUP}:{env['PYTHONPATH']}", "MEGACPP_OVERLAYS_RECEIPTS": "/dev/null/x"}
     if is_child:
         env["MEGACPP_OVERLAYS_CHILDREN"] = this_environment()
@@ -552,7 +554,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def receipts(upstream: Upstream, env: dict[str, str], body: str, *words: str, **variables: str) -> object:
-    """Run the body of a launcher that speaks of its children; return what it prints."""
+    """Run a launcher with this body, which prints facts about its children; return its output, parsed as JSON."""
     body = textwrap.indent(textwrap.dedent(body), "    ")
     launcher = write(upstream, f"{RECEIPTS}\nif __name__ == '__main__':\n{body}\n")
     return said(launch(launcher, *words, env={**env, **variables}))
@@ -594,12 +596,12 @@ def test_any_process_can_be_asked_by_its_object_or_its_number(upstream: Upstream
     print(json.dumps([[receipt.pid for receipt in given], [r.pid for r in reached.receipts()], ended.pid]))
     """
 
-    asked, told, ended = receipts(upstream, env, body, str(upstream.folder / "receipts"))  # type: ignore[misc]
+    asked, reported, ended = receipts(upstream, env, body, str(upstream.folder / "receipts"))  # type: ignore[misc]
 
     # The resource tracker of `multiprocessing` is a Python, too.
-    assert {*asked, ended} <= set(told)
-    assert told == sorted(told)
-    assert len(list((upstream.folder / "receipts").glob("*.json"))) > len(told) - 1
+    assert {*asked, ended} <= set(reported)
+    assert reported == sorted(reported)
+    assert len(list((upstream.folder / "receipts").glob("*.json"))) > len(reported) - 1
 
 
 SILENT = {
@@ -612,7 +614,7 @@ SILENT = {
     "subprocess.Popen(['sleep', '600'], preexec_fn=lambda: None)": "it is no Python of this environment",
     "2**22 + 1": "(no such process): it has ended",
 }
-"""Children that give no receipt, and what is said of each."""
+"""Children that give no receipt, and the reason that the error gives for each."""
 
 
 def test_a_silent_child_is_named_with_the_reason(upstream: Upstream, env: dict[str, str]) -> None:
@@ -668,7 +670,7 @@ CHANGES = {
     "source": (EDIT, ("double-fix", "source_sha256")),
     "undone": ("megacpp_overlays.undo()", ("double-fix", "decision")),
 }
-"""What makes a child another than its parent, and where that is seen."""
+"""Changes after which a child differs from its parent, and the row of the table that shows each."""
 
 
 @pytest.mark.parametrize(
@@ -682,7 +684,7 @@ CHANGES = {
 def test_a_child_that_runs_other_code_is_refused(
     upstream: Upstream, env: dict[str, str], changes: tuple[str, ...], work: str
 ) -> None:
-    """One after the other: a change, a child that starts with it, and what was there before."""
+    """Apply each change in turn, start a child with it, then restore the state before the change."""
     body = f"""
     reached = megacpp_overlays.reach_children(receipts=True)
     use()
@@ -700,9 +702,9 @@ def test_a_child_that_runs_other_code_is_refused(
     print(json.dumps([os.getpid(), told]))
     """
 
-    parent, told = receipts(upstream, env, body)  # type: ignore[misc]
+    parent, reported = receipts(upstream, env, body)  # type: ignore[misc]
 
-    for change, (odd, text) in zip(changes, told, strict=True):
+    for change, (odd, text) in zip(changes, reported, strict=True):
         if change == "source" and work == "wait":
             assert text is None  # it has not imported the edited file, and may never
             continue
@@ -753,9 +755,9 @@ def test_workers_give_receipts_under_run_when_the_environment_asks(upstream: Ups
     done = launch("-m", "megacpp_overlays", "run", launcher, env={**env, "MEGACPP_OVERLAYS_RECEIPTS": str(folder)})
 
     assert done.returncode == 0, done.stderr
-    told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    assert {receipt["program"] for receipt in told} >= {str(launcher), "-c"}
-    assert all(receipt["statement"]["mode"] == "auto" for receipt in told)
+    reported = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    assert {receipt["program"] for receipt in reported} >= {str(launcher), "-c"}
+    assert all(receipt["statement"]["mode"] == "auto" for receipt in reported)
 
 
 def test_a_fresh_folder_goes_with_its_handle_and_a_named_one_stays(upstream: Upstream, env: dict[str, str]) -> None:
@@ -798,7 +800,7 @@ def test_a_folder_is_made_for_this_user_alone_and_so_are_receipts(tmp_path: Path
 @pytest.mark.parametrize(
     ("mode", "user", "says"), [(0o777, 0, "others may write into it"), (0o700, 1, "belongs to user")]
 )
-def test_a_folder_that_somebody_else_can_write_to_is_refused(
+def test_a_folder_that_another_user_can_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, user: int, says: str
 ) -> None:
     """Else they could give receipts for a child, and have our drafts written through their links."""
@@ -830,7 +832,7 @@ def test_a_receipt_replaces_a_link_and_writes_nothing_through_it(tmp_path: Path)
 
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]]]:
-    """A folder for receipts, a child that gives none, and what it would have to say to be believed."""
+    """A folder for receipts, a child that gives none, and the receipt that would be accepted for it."""
     process = subprocess.Popen(["sleep", "600"])
     with megacpp_overlays.reach_children(receipts=tmp_path / "receipts") as reached:
         [ours] = (tmp_path / "receipts").iterdir()
@@ -873,10 +875,10 @@ WRONG: tuple[Any, ...] = (
     "[" * 100_000,
     '"' + "x" * (1 << 20) + '"',
 )
-"""What is not in a receipt, and files that are none."""
+"""Receipts with a wrong field, and files that are no receipts."""
 
 
-def test_files_that_are_no_receipts_count_as_none_and_stop_nobody(
+def test_files_that_are_no_receipts_are_ignored(
     silent: tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]], tmp_path: Path
 ) -> None:
     reached, process, receipt = silent

@@ -295,7 +295,7 @@ def test_overlays_with_one_cause_share_a_row() -> None:
     assert differences.advice(differing) == ["one and 2 more: install the same upstream everywhere"]
 
 
-def test_a_long_value_is_wrapped_beside_its_holders() -> None:
+def test_a_long_value_is_wrapped_next_to_its_ranks() -> None:
     differing = [Difference("scale-pad", "decision", (("word " * 30, (0,)), ("armed", (1,))), "look")]
 
     lines = differences.table(differing).splitlines()[2:]

@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def clean(**variables: str) -> dict[str, str]:
-    """Return an environment without anything of ours, and without what Ray tells its makers."""
+    """Return an environment without this package's variables and with Ray's usage report switched off."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_") and name != "PYTHONPATH"
     }
@@ -45,7 +45,7 @@ def clean(**variables: str) -> dict[str, str]:
 
 
 def drive(plan: Mapping[str, Any], env: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Run the driver with `run`, and return what became of each group of actors."""
+    """Run the driver under `run`, and return the outcome of each group of actors."""
     driver = str(SUPPORT / "ray_driver.py")
     done = subprocess.run(
         [PYTHON, *OURS, driver, json.dumps(plan)],
@@ -84,7 +84,7 @@ def of_its_own(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def started_before(folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Groups of actors of a Ray that was there, started by somebody who knows nothing of us."""
+    """Groups of actors on a Ray cluster that was started earlier, without this package."""
     port = _free_port()
     words = ["start", "--head", "--block", "--disable-usage-stats", f"--port={port}", "--include-dashboard=false"]
     head = subprocess.Popen(
@@ -150,7 +150,7 @@ def test_an_actor_with_an_overlay_off_is_named_by_its_driver_and_stops_all_ranks
 
 
 @pytest.mark.full
-def test_an_actor_that_cannot_be_armed_is_named_before_step_1_with_what_to_do(of_its_own: list[dict[str, Any]]) -> None:
+def test_an_actor_that_cannot_be_armed_is_named_before_step_1_with_a_remedy(of_its_own: list[dict[str, Any]]) -> None:
     (seen,), demand = of_its_own[2]["seen"], of_its_own[2]["demand"]
 
     assert not seen["armed"]
@@ -258,24 +258,24 @@ print(json.dumps({"decision": decisions["liger-flce-none-backward"], "print": au
 
 @pytest.fixture(scope="module")
 def untraced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the launcher says without any tracer."""
+    """The output of the launcher without a tracer."""
     return _traced([PYTHON, *OURS], tmp_path_factory.mktemp("untraced"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("outside", [True, False], ids=["around run", "inside of run"])
 @pytest.mark.parametrize("tool", ["opentelemetry-instrument", "ddtrace-run"])
-def test_a_launcher_under_a_tracer_decides_what_it_decides_without(
+def test_a_launcher_under_a_tracer_makes_the_same_decision(
     tool: str, outside: bool, untraced: dict[str, Any], tmp_path: Path
 ) -> None:
     tracer = str(ENGINES / tool)
     words = [tracer, PYTHON, *OURS] if outside else [PYTHON, *OURS, tracer, PYTHON]
 
-    told = _traced(words, tmp_path)
+    output = _traced(words, tmp_path)
 
-    assert told == untraced
-    assert (told["decision"], told["children"]) == ("active", 1)
-    assert "-I" in told["named"]
+    assert output == untraced
+    assert (output["decision"], output["children"]) == ("active", 1)
+    assert "-I" in output["named"]
 
 
 def _traced(words: list[str], folder: Path) -> dict[str, Any]:
@@ -288,6 +288,6 @@ def _traced(words: list[str], folder: Path) -> dict[str, Any]:
         [*words, str(launcher)], env=quiet, capture_output=True, text=True, timeout=HANG_S, check=False, cwd=folder
     )
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    told["named"] = told["named"].partition(": ")[2] and "-I" * ("-I" in told["named"])
-    return told
+    output: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    output["named"] = output["named"].partition(": ")[2] and "-I" * ("-I" in output["named"])
+    return output

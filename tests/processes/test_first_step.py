@@ -1,4 +1,4 @@
-"""Checks before the first step: real torch, with launchers that know nothing of them."""
+"""Checks before the first step: real torch, in launchers that do not call this package."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ CAUGHT = """
 """
 
 
-def test_a_launcher_leaves_the_audit_of_what_it_imported_and_makes_no_step_without_what_is_required(
+def test_a_launcher_writes_the_audit_of_its_imports_and_makes_no_step_without_a_required_decision(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
     (tmp_path / "audit.json").write_text("of yesterday")
@@ -136,15 +136,15 @@ CALLS = {
     ),
     "a run that trains, and whose helper calls": (
         f"{TRAINS}\nimport subprocess\nsubprocess.run([sys.executable, '-c', {HELPS!r}], check=True)\nos._exit(0)\n",
-        1,  # what is left is of its first step, or of the helper
+        1,  # the audit is the one of its first step, or of the helper
     ),
 }
-"""Launchers, and how often each calls the seam as the audit that it leaves has it."""
+"""Launchers, and the number of calls of the seam in the audit of each."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("run", CALLS)
-def test_what_is_left_at_the_end_tells_how_often_the_run_itself_called_each_seam(
+def test_the_audit_at_the_end_has_the_number_of_calls_of_each_seam_by_the_run_itself(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]], run: str
 ) -> None:
     launcher, times = CALLS[run]
@@ -172,7 +172,7 @@ def test_a_hook_of_another_library_behind_ours_does_not_end_the_first_step(
     assert decision(left()) == "active"
 
 
-def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
+def test_a_launcher_that_ends_before_a_step_writes_its_armed_overlays(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
     (tmp_path / "audit.json").write_text("of yesterday")
@@ -214,8 +214,8 @@ def test_an_audit_is_written_into_a_fifo_and_the_end_of_a_run_does_not_wait_for_
 
     assert done.returncode == 0, done.stderr
     assert fifo.is_fifo()
-    with open(reader) as told:
-        assert decision(json.load(told)) == "armed"
+    with open(reader) as written:
+        assert decision(json.load(written)) == "armed"
 
 
 @pytest.mark.full
@@ -241,11 +241,11 @@ def test_a_file_that_cannot_be_written_is_found_before_the_launcher_starts(
     assert f"{tmp_path}/nowhere/audit.json: No such file or directory" in done.stderr
 
 
-# --- what is required ---
+# --- required decisions ---
 
 
 @pytest.mark.full
-def test_a_run_with_what_it_requires_goes_on_and_does_so_where_the_file_cannot_be_written_any_more(
+def test_a_run_with_its_required_decisions_goes_on_even_if_the_file_cannot_be_written_any_more(
     upstream: Upstream, env: dict[str, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "gone"
@@ -268,7 +268,7 @@ def test_a_run_with_what_it_requires_goes_on_and_does_so_where_the_file_cannot_b
         (["--require", "double-fix=on"], 2, "double-fix=on: there is no decision 'on'"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_before_the_launcher_starts(
+def test_wrong_options_are_refused_before_the_launcher_starts(
     upstream: Upstream, env: dict[str, str], words: list[str], code: int, says: str
 ) -> None:
     launcher = [] if words[-1] in {"--require", "--audit="} else [write(upstream, "print('ran')")]
@@ -311,7 +311,7 @@ def test_the_variables_say_the_same_and_are_checked_at_import() -> None:
 def test_ranks_are_compared_where_a_group_is_made_and_audits_keep_that_and_ranks_that_differ_end_there(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
-    """Two groups, made by two names of one function; before the second one rank undoes what both had."""
+    """Two groups, made by two names of one function; before the second one, rank 1 undoes its overlays."""
     options = ("--audit", tmp_path / "audit.json", "--verify-ranks")
 
     done = launch(*RUN, *options, *TORCHRUN, write(upstream, RANKS), tmp_path, env=env)
@@ -347,7 +347,7 @@ def test_a_package_that_comes_after_the_group_compares_at_once_and_lets_the_erro
     step._hooks.close()
 
 
-# --- the page of what was left ---
+# --- the page of a written audit ---
 
 
 def kept(tmp_path: Path, **more: object) -> Path:

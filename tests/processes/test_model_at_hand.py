@@ -64,7 +64,7 @@ def test_a_launcher_of_megatron_lm_has_a_line_for_each_overlay_that_concerns_its
     assert " 1 active" in count, "it is installed all the same"
 
 
-def test_any_other_launcher_has_its_lines_unless_a_file_says_what_the_model_is(
+def test_any_other_launcher_prints_its_own_lines_unless_a_file_names_the_model(
     upstream: Upstream, tmp_path: Path
 ) -> None:
     launcher = write(upstream, f"import megacpp_overlays\n{IMPORTS}")
@@ -81,7 +81,7 @@ def test_any_other_launcher_has_its_lines_unless_a_file_says_what_the_model_is(
     assert "gone.sh cannot be read (No such file or directory)" in unread
 
 
-def test_a_run_of_megatron_says_before_its_first_step_what_concerns_the_model_that_it_has(
+def test_a_run_of_megatron_prints_the_overlays_of_its_model_before_its_first_step(
     upstream: Upstream, tmp_path: Path
 ) -> None:
     launcher, left = write(upstream, TRAINS), tmp_path / "audit.json"

@@ -1,4 +1,4 @@
-"""The exchange of the ranks, simulated: any partition, any rank missing, any crash; up to 16,384 ranks."""
+"""A simulation of the exchange between ranks: any partition, any missing rank, any crash, and up to 16,384 ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LATEST = TIMEOUT + rank_exchange.GRACE_S + rank_exchange.LINGER_S + 3 * rank_exc
 
 
 class CrashedError(Exception):
-    """A rank is gone; nobody may notice but by its silence."""
+    """A rank has crashed; the other ranks see only that it is silent."""
 
 
 class Mortal:
-    """The store as a rank sees it that crashes after so many questions."""
+    """A view of the store for a rank that crashes after a number of requests."""
 
     def __init__(self, store: Memory, questions: int) -> None:
         self._store = store
@@ -57,7 +57,7 @@ class Moment:
 
 @pytest.fixture(autouse=True)
 def one_copy_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here all ranks live in one process, and the groups of a large world are not small."""
+    """Decode each verdict once: all ranks are in one process, and the groups of a large world are large."""
     monkeypatch.setattr(rank_exchange, "decode", functools.cache(rank_exchange.decode))
 
 
@@ -75,9 +75,9 @@ def simulate(
     timeout: float = TIMEOUT,
     says: Callable[[int], dict[str, Any]] = says,
 ) -> tuple[dict[int, RanksVerdict], dict[int, float]]:
-    """Play all ranks on one clock; return what each was told, and when."""
+    """Run all ranks on one clock; return the verdict of each rank and the time at which it got it."""
     shared, clock = store or Memory(), Moment()
-    told: dict[int, RanksVerdict] = {}
+    verdicts: dict[int, RanksVerdict] = {}
     when: dict[int, float] = {}
     ranks = tuple(kinds)
     running = {}
@@ -85,8 +85,8 @@ def simulate(
         if rank not in absent:
             own: Any = Mortal(shared, crashes[rank]) if crashes and rank in crashes else shared
             part = Exchange(own, "group", ranks, rank, timeout)
-            told_by_it = says(kinds[rank])
-            running[rank] = part.steps(statement.digest(told_by_it), told_by_it, clock)
+            own_statement = says(kinds[rank])
+            running[rank] = part.steps(statement.digest(own_statement), own_statement, clock)
     queue = [((arrivals or {}).get(rank, 0.0), place, rank) for place, rank in enumerate(running)]
     heapq.heapify(queue)
     while queue:
@@ -94,15 +94,15 @@ def simulate(
         try:
             heapq.heappush(queue, (clock.seconds + next(running[rank]), place, rank))
         except StopIteration as end:
-            told[rank], when[rank] = end.value, clock.seconds
+            verdicts[rank], when[rank] = end.value, clock.seconds
         except CrashedError:
             pass
-    return told, when
+    return verdicts, when
 
 
-def kept(steps: Generator[float, None, RanksVerdict], told: list[RanksVerdict]) -> Generator[float, None, None]:
-    """Go on with the steps of a rank, and keep its verdict."""
-    told.append((yield from steps))
+def kept(steps: Generator[float, None, RanksVerdict], verdicts: list[RanksVerdict]) -> Generator[float, None, None]:
+    """Continue the steps of a rank and append its verdict to a list."""
+    verdicts.append((yield from steps))
 
 
 def partition(kinds: Mapping[int, int], absent: frozenset[int]) -> set[tuple[int, ...]]:
@@ -127,11 +127,11 @@ def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
 ) -> None:
     kinds, absent, arrivals = world
 
-    told, when = simulate(kinds, absent=absent, arrivals=arrivals)
+    verdicts, when = simulate(kinds, absent=absent, arrivals=arrivals)
 
-    assert told.keys() == kinds.keys() - absent
-    assert len(set(told.values())) == 1
-    verdict = next(iter(told.values()))
+    assert verdicts.keys() == kinds.keys() - absent
+    assert len(set(verdicts.values())) == 1
+    verdict = next(iter(verdicts.values()))
     assert {rank for rank, _ in verdict.missing} == absent
     assert {calls for _, calls in verdict.missing} <= {0}
     assert set(verdict.groups) == partition(kinds, absent)
@@ -143,85 +143,85 @@ def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
 @pytest.mark.unmeasured
 @settings(max_examples=50, deadline=None)
 @given(worlds(), st.data())
-def test_a_rank_that_crashes_on_the_way_hangs_nobody(
+def test_a_rank_that_crashes_on_the_way_hangs_no_other_rank(
     world: tuple[dict[int, int], frozenset[int], dict[int, float]], data: st.DataObject
 ) -> None:
     kinds, absent, arrivals = world
     crashes = data.draw(st.dictionaries(st.sampled_from(sorted(kinds)), st.integers(0, 12), max_size=len(kinds) - 1))
 
-    told, when = simulate(kinds, absent=absent, arrivals=arrivals, crashes=crashes)
+    verdicts, when = simulate(kinds, absent=absent, arrivals=arrivals, crashes=crashes)
 
-    assert told.keys() >= kinds.keys() - absent - crashes.keys()
-    assert len(set(told.values())) <= 1
+    assert verdicts.keys() >= kinds.keys() - absent - crashes.keys()
+    assert len(set(verdicts.values())) <= 1
     assert all(seconds - arrivals[rank] < LATEST for rank, seconds in when.items())
-    for verdict in told.values():
+    for verdict in verdicts.values():
         assert {rank for rank, _ in verdict.missing} <= absent | crashes.keys()
         assert not (verdict.agreed and absent)
 
 
-def test_the_difference_is_told_with_the_ranks_that_hold_each_value() -> None:
-    told, _ = simulate({0: 1, 1: 1, 2: 7, 3: 1})
+def test_a_difference_names_the_ranks_that_hold_each_value() -> None:
+    verdicts, _ = simulate({0: 1, 1: 1, 2: 7, 3: 1})
 
-    (difference,) = told[2].differences
+    (difference,) = verdicts[2].differences
     assert (difference.subject, difference.field) == ("megacpp_overlays", "version")
     assert difference.values == (("0.1", (0, 1, 3)), ("0.7", (2,)))
-    assert [example.rank for example in told[0].examples] == [0, 2]
+    assert [example.rank for example in verdicts[0].examples] == [0, 2]
 
 
 def test_a_rank_that_comes_when_it_is_too_late_finds_itself_missed() -> None:
-    told, when = simulate({0: 1, 1: 1, 2: 1}, arrivals={1: TIMEOUT + 5})
+    verdicts, when = simulate({0: 1, 1: 1, 2: 1}, arrivals={1: TIMEOUT + 5})
 
-    assert told[1] == told[0]
-    assert told[1].missing == ((1, 0),)
+    assert verdicts[1] == verdicts[0]
+    assert verdicts[1].missing == ((1, 0),)
     assert when[1] == TIMEOUT + 5
 
 
 def test_the_first_whose_time_is_up_speaks_for_all() -> None:
-    told, when = simulate({0: 1, 1: 1, 2: 1}, arrivals={0: TIMEOUT - 1, 1: 3.0}, absent=frozenset({2}))
+    verdicts, when = simulate({0: 1, 1: 1, 2: 1}, arrivals={0: TIMEOUT - 1, 1: 3.0}, absent=frozenset({2}))
 
-    assert told[0] == told[1]
+    assert verdicts[0] == verdicts[1]
     assert max(when.values()) < TIMEOUT + 3 + 3 * rank_exchange.MOST_S
 
 
-def test_a_rank_that_calls_once_more_is_told_how_often_the_others_called() -> None:
+def test_a_rank_that_calls_once_more_learns_how_often_the_others_called() -> None:
     store = Memory()
     simulate({0: 1, 1: 1, 2: 1}, store=store)
 
-    told, _ = simulate({0: 1, 1: 1, 2: 1}, store=store, absent=frozenset({0, 1}))
+    verdicts, _ = simulate({0: 1, 1: 1, 2: 1}, store=store, absent=frozenset({0, 1}))
 
-    assert told[2].number == 2
-    assert told[2].missing == ((0, 1), (1, 1))
+    assert verdicts[2].number == 2
+    assert verdicts[2].missing == ((0, 1), (1, 1))
 
 
-def test_whoever_judges_too_slowly_does_not_contradict_what_the_others_were_told() -> None:
+def test_a_slow_leader_returns_the_failure_that_the_other_ranks_got() -> None:
     clock = Moment()
-    told: list[RanksVerdict] = []
+    verdicts: list[RanksVerdict] = []
 
     class Slow(Memory):
-        """Takes so long to hand out the digests that the other rank gives up meanwhile."""
+        """A store that returns the digests so late that the other rank gives up first."""
 
         def multi_get(self, keys: list[str]) -> list[bytes]:
             clock.seconds += TIMEOUT + rank_exchange.GRACE_S
-            list(kept(waits, told))
+            list(kept(waits, verdicts))
             return super().multi_get(keys)
 
     store = Slow()
     leader, other = (Exchange(store, "group", (0, 1), rank, TIMEOUT) for rank in (0, 1))
     waits = other.steps(statement.digest(says(1)), says(1), clock)
     next(waits)
-    told.append(leader.run(statement.digest(says(1)), says(1), clock))
+    verdicts.append(leader.run(statement.digest(says(1)), says(1), clock))
 
-    assert [verdict.failure for verdict in told] == ["rank 0 was about to say what it found, and did not"] * 2
+    assert [verdict.failure for verdict in verdicts] == ["rank 0 was about to say what it found, and did not"] * 2
 
 
 def test_a_failed_comparison_does_not_spoil_the_next() -> None:
     store = Memory()
     simulate({0: 1, 1: 2}, store=store)
 
-    told, _ = simulate({0: 1, 1: 1}, store=store)
+    verdicts, _ = simulate({0: 1, 1: 1}, store=store)
 
-    assert told[0].agreed
-    assert told[1].agreed
+    assert verdicts[0].agreed
+    assert verdicts[1].agreed
 
 
 def test_agreement_leaves_nothing_behind_but_a_count_for_each_rank() -> None:
@@ -239,30 +239,30 @@ def test_a_store_that_can_only_do_the_least_is_enough() -> None:
 
         delete_key = multi_get  # type: ignore[assignment]
 
-    told, _ = simulate({0: 1, 1: 1, 2: 3}, store=Least())
+    verdicts, _ = simulate({0: 1, 1: 1, 2: 3}, store=Least())
 
-    assert [verdict.groups for verdict in told.values()] == [((0, 1), (2,))] * 3
+    assert [verdict.groups for verdict in verdicts.values()] == [((0, 1), (2,))] * 3
 
 
 def test_a_world_in_which_every_rank_differs_still_gets_a_short_table() -> None:
     size = rank_exchange.MOST_STATEMENTS + 20
     store = Memory()
 
-    told, _ = simulate({rank: rank for rank in range(size)}, store=store)
+    verdicts, _ = simulate({rank: rank for rank in range(size)}, store=store)
 
-    verdict = told[0]
+    verdict = verdicts[0]
     assert sorted(rank for group in verdict.groups for rank in group) == list(range(size))
     assert len(verdict.groups) == rank_exchange.MOST_STATEMENTS + 1
     assert len(verdict.examples) == rank_exchange.MOST_STATEMENTS
     assert verdict.differences[-1].values[1] == ("others, not listed", verdict.groups[-1])
 
 
-def test_statements_that_differ_where_nobody_looks_are_not_taken_for_equal() -> None:
-    told, _ = simulate({0: 1, 1: 2}, says=lambda kind: {**says(1), "unheard of": kind})
+def test_statements_that_differ_in_an_unknown_field_are_not_equal() -> None:
+    verdicts, _ = simulate({0: 1, 1: 2}, says=lambda kind: {**says(1), "unheard of": kind})
 
-    assert told[0] == told[1]
-    assert not told[0].agreed
-    assert [each.field for each in told[0].differences] == ["statement"]
+    assert verdicts[0] == verdicts[1]
+    assert not verdicts[0].agreed
+    assert [each.field for each in verdicts[0].differences] == ["statement"]
 
 
 LEFT = {
@@ -282,7 +282,7 @@ LEFT = {
 
 
 class Spoilt(Memory):
-    """A store in which the statements of some kinds are something else."""
+    """A store that replaces the statements of some kinds by other texts."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()
@@ -294,13 +294,13 @@ class Spoilt(Memory):
 
 
 @pytest.mark.parametrize(("left", "why"), LEFT.values(), ids=LEFT)
-def test_a_rank_that_leaves_no_statement_is_named_and_the_others_are_told_in_detail(left: str, why: str) -> None:
-    told, _ = simulate({0: 1, 1: 2, 2: 3}, store=Spoilt({3: left}))
+def test_a_rank_without_a_statement_is_named_and_the_others_are_compared_in_detail(left: str, why: str) -> None:
+    verdicts, _ = simulate({0: 1, 1: 2, 2: 3}, store=Spoilt({3: left}))
 
-    assert told[0] == told[1] == told[2]
-    assert told[0].groups == ((0,), (1,), (2,))
-    assert [each.field for each in told[0].differences] == ["version", "statement"]
-    (read, unread) = told[0].differences[1].values
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert verdicts[0].groups == ((0,), (1,), (2,))
+    assert [each.field for each in verdicts[0].differences] == ["version", "statement"]
+    (read, unread) = verdicts[0].differences[1].values
     assert read == ("read", (0, 1))
     assert unread[1] == (2,)
     assert unread[0].startswith("unreadable: ")
@@ -309,15 +309,15 @@ def test_a_rank_that_leaves_no_statement_is_named_and_the_others_are_told_in_det
 
 @pytest.mark.parametrize(("left", "why"), LEFT.values(), ids=LEFT)
 def test_ranks_that_differ_do_not_agree_where_no_statement_can_be_read(left: str, why: str) -> None:
-    told, _ = simulate({rank: int(rank == 15) for rank in range(16)}, store=Spoilt({0: left, 1: left}))
+    verdicts, _ = simulate({rank: int(rank == 15) for rank in range(16)}, store=Spoilt({0: left, 1: left}))
 
-    assert len(set(told.values())) == 1
-    assert not told[0].agreed
-    assert told[0].groups == (tuple(range(15)), (15,))
-    (difference,) = told[0].differences
+    assert len(set(verdicts.values())) == 1
+    assert not verdicts[0].agreed
+    assert verdicts[0].groups == (tuple(range(15)), (15,))
+    (difference,) = verdicts[0].differences
     assert [held_by for _, held_by in difference.values] == [tuple(range(15)), (15,)]
     assert all(why in value for value, _ in difference.values)
-    text = ranks.report(told[0])
+    text = ranks.report(verdicts[0])
     assert text.startswith("16 ranks do not run the same code: rank 15 differs from the other 15")
     assert "unreadable: " in text
     assert "For example" not in text
@@ -330,13 +330,14 @@ def test_statements_that_are_too_large_are_unreadable_and_say_so() -> None:
     texts = {kind: large(kind) for kind in (1, 2)}
     store = Memory()
 
-    told, _ = simulate({0: 1, 1: 1, 2: 2}, store=store, says=texts.__getitem__)
+    verdicts, _ = simulate({0: 1, 1: 1, 2: 2}, store=store, says=texts.__getitem__)
     alike, _ = simulate({0: 1, 1: 1, 2: 1}, says=texts.__getitem__)
 
-    assert not told[0].agreed
-    assert told[0].groups == ((0, 1), (2,))
+    assert not verdicts[0].agreed
+    assert verdicts[0].groups == ((0, 1), (2,))
     assert all(
-        re.match("unreadable: 46[0-9]{5} bytes, more than 4194304", each) for each, _ in told[0].differences[0].values
+        re.match("unreadable: 46[0-9]{5} bytes, more than 4194304", each)
+        for each, _ in verdicts[0].differences[0].values
     )
     assert max(map(len, store.held.values())) < 10_000
     assert alike[0].agreed
@@ -348,11 +349,11 @@ def test_a_statement_that_is_not_in_the_store_is_not_taken_for_another_one() -> 
             if "/statement/" not in key:
                 super().set(key, value)
 
-    told, _ = simulate({0: 1, 1: 2, 2: 3}, store=Forgetful())
+    verdicts, _ = simulate({0: 1, 1: 2, 2: 3}, store=Forgetful())
 
-    assert not told[0].agreed
-    assert told[0].groups == ((0,), (1,), (2,))
-    assert [each for each, _ in told[0].differences[0].values] == [
+    assert not verdicts[0].agreed
+    assert verdicts[0].groups == ((0,), (1,), (2,))
+    assert [each for each, _ in verdicts[0].differences[0].values] == [
         f"not in the store (kind {kind})" for kind in (1, 2, 3)
     ]
 
@@ -393,7 +394,7 @@ def test_a_verdict_is_read_back() -> None:
     ],
     ids=lambda changes: str(changes)[:60],
 )
-def test_what_is_no_verdict_is_refused(changes: dict[str, Any]) -> None:
+def test_a_value_that_is_no_verdict_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(rank_exchange.PayloadError):
         rank_exchange.decode(rank_exchange.encode({**VERDICT, **changes}).encode(), (0, 1, 2))
 
@@ -414,12 +415,12 @@ def test_no_more_of_a_value_is_unpacked_than_a_verdict_has() -> None:
 
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("size", [2, 1024, pytest.param(16_384, marks=pytest.mark.full)])
-def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size: int) -> None:
+def test_requests_and_keys_of_all_ranks_grow_linearly_with_their_number(size: int) -> None:
     store = Memory()
 
-    told, when = simulate(dict.fromkeys(range(size), 1), store=store)
+    verdicts, when = simulate(dict.fromkeys(range(size), 1), store=store)
 
-    assert all(verdict.agreed for verdict in told.values())
+    assert all(verdict.agreed for verdict in verdicts.values())
     assert sum(store.asked.values()) < 16 * size + 40
     assert store.most_held < 4 * size + 20
     assert max(when.values()) < 2 * rank_exchange.MOST_S
@@ -429,9 +430,9 @@ def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size
 def test_one_rank_of_many_is_found() -> None:
     kinds = {rank: 1 + (rank == 1_999) for rank in range(4_096)}
 
-    told, _ = simulate(kinds)
+    verdicts, _ = simulate(kinds)
 
-    assert {verdict.groups[1] for verdict in told.values()} == {(1_999,)}
+    assert {verdict.groups[1] for verdict in verdicts.values()} == {(1_999,)}
 
 
 @pytest.mark.full
@@ -440,15 +441,15 @@ def test_one_rank_of_many_is_found() -> None:
 def test_ranks_that_are_missing_of_many_are_named(gone: Sequence[int]) -> None:
     store = Memory()
 
-    told, when = simulate(dict.fromkeys(range(16_384), 1), absent=frozenset(gone), store=store, timeout=5.0)
+    verdicts, when = simulate(dict.fromkeys(range(16_384), 1), absent=frozenset(gone), store=store, timeout=5.0)
 
-    assert {verdict.missing for verdict in told.values()} == {tuple((rank, 0) for rank in gone)}
+    assert {verdict.missing for verdict in verdicts.values()} == {tuple((rank, 0) for rank in gone)}
     assert max(when.values()) < 5.0 + rank_exchange.LINGER_S + 2 * rank_exchange.MOST_S
     assert store.asked["check"] < 8 * 16_384  # five seconds of waiting
 
 
 def interrupted(store: Memory, ranks: tuple[int, ...], rank: int, kind: int = 1, steps: int = 1) -> None:
-    """Let a rank begin a call, and end it by an interrupt."""
+    """Begin a call of a rank and interrupt it after a number of steps."""
     begun = Exchange(store, "group", ranks, rank, TIMEOUT).steps(statement.digest(says(kind)), says(kind), Moment())
     for _ in range(steps):
         next(begun)
@@ -460,12 +461,12 @@ def test_a_call_that_was_interrupted_is_made_up_for_by_the_next() -> None:
     interrupted(store, (0, 1, 2), rank=1)
 
     for _ in range(3):
-        told, _ = simulate({0: 1, 1: 1, 2: 1}, store=store)
+        verdicts, _ = simulate({0: 1, 1: 1, 2: 1}, store=store)
 
-        assert [verdict.agreed for verdict in told.values()] == [True] * 3
+        assert [verdict.agreed for verdict in verdicts.values()] == [True] * 3
 
 
-def test_a_call_that_was_interrupted_when_the_others_had_agreed_reads_what_they_read() -> None:
+def test_a_call_that_was_interrupted_after_the_others_agreed_reads_their_verdict() -> None:
     store = Memory()
     interrupted(store, (0, 1, 2), rank=1)
     simulate({0: 1, 1: 1, 2: 1}, absent=frozenset({1}), store=store)
@@ -478,14 +479,14 @@ def test_a_call_that_was_interrupted_when_the_others_had_agreed_reads_what_they_
     assert all(verdict.agreed for verdict in together.values())
 
 
-def test_what_a_rank_said_before_an_interrupt_does_not_stand_for_what_it_says_now() -> None:
+def test_the_statement_of_a_rank_before_an_interrupt_does_not_count_for_its_next_call() -> None:
     store = Memory()
     interrupted(store, (0, 1), rank=1)
     simulate({0: 1, 1: 1}, absent=frozenset({1}), store=store)
 
-    told, _ = simulate({0: 1, 1: 2}, store=store)
+    verdicts, _ = simulate({0: 1, 1: 2}, store=store)
 
-    assert not any(verdict.agreed for verdict in told.values())
+    assert not any(verdict.agreed for verdict in verdicts.values())
 
 
 def test_a_call_too_many_does_not_spoil_the_next_of_all() -> None:
@@ -493,6 +494,6 @@ def test_a_call_too_many_does_not_spoil_the_next_of_all() -> None:
     simulate({0: 1, 1: 1, 2: 1}, store=store)
     simulate({0: 1, 1: 1, 2: 1}, absent=frozenset({0, 2}), store=store)
 
-    told, _ = simulate({0: 1, 1: 1, 2: 1}, arrivals={0: 0.1, 2: 0.2}, store=store)
+    verdicts, _ = simulate({0: 1, 1: 1, 2: 1}, arrivals={0: 0.1, 2: 0.2}, store=store)
 
-    assert [verdict.agreed for verdict in told.values()] == [True] * 3
+    assert [verdict.agreed for verdict in verdicts.values()] == [True] * 3

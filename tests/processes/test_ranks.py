@@ -63,7 +63,7 @@ def test_one_rank_with_an_overlay_off_stops_all_eight(launch: Ranks) -> None:
     assert "- double-fix: set MEGACPP_OVERLAY_DOUBLE_FIX the same everywhere, or nowhere" in error["text"]
 
 
-def test_another_liger_kernel_and_a_rank_that_is_off_are_told_together(
+def test_another_liger_kernel_and_a_rank_that_is_off_are_reported_together(
     launch: Ranks, tmp_path: Path, wheel: Callable[[str, str], Path]
 ) -> None:
     one, other = ([str(unpacked(wheel("liger-kernel", version)))] for version in ("0.8.1", "0.8.2"))
@@ -254,7 +254,7 @@ def wait_for(*files: Path) -> None:
 def test_a_keeper_of_the_store_that_is_stopped_for_a_while_costs_one_call_and_no_more(
     launch: Ranks, started: Callable[..., list[WarmProcess]], keeper: str
 ) -> None:
-    """It is stopped while a rank waits in the store for another; that one is told, and meets the other later."""
+    """Stop it while a rank waits in the store for another; the waiting rank gets an error and meets the other later."""
     waits, comes = ("1", "0") if keeper == "rank 0" else ("0", "1")
     plan = {waits: {"calls": 2, "timeouts": [1, TIMEOUT]}, comes: {"until": "continued"}}
     if keeper == "rank 0":
@@ -320,14 +320,16 @@ def test_a_store_in_a_file_does_as_well(
     assert [[each["outcome"] for each in calls] for calls in launch.seen(2)] == [["agreed", "agreed"]] * 2
 
 
-# What needs no second process.
+# Tests in one process.
 
 
 def test_a_process_on_its_own_returns_its_audit() -> None:
     assert megacpp_overlays.verify_ranks().fingerprint == megacpp_overlays.audit().fingerprint
 
 
-def test_a_rank_without_a_process_group_is_told_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_process_group_gets_an_error_that_says_how_to_make_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
 
     with pytest.raises(
@@ -363,7 +365,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, **internals: Any) -> None:
 def test_a_call_that_was_given_up_asks_nothing_more_when_the_store_answers_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever made it has been told, and may be in the next call already."""
+    """Its caller has got the error, and may be in the next call already."""
     asked, answers = threading.Event(), threading.Event()
 
     class Silent(Memory):
@@ -389,7 +391,7 @@ def test_a_call_that_was_given_up_asks_nothing_more_when_the_store_answers_again
 
 
 @pytest.mark.parametrize("left", [b"%%", b"", b"eJxLBAAAAGEAAQ=="], ids=["no base64", "nothing", "cut off"])
-def test_what_another_rank_left_and_nobody_can_read_is_not_taken_for_a_store_that_is_gone(
+def test_an_unreadable_value_of_another_rank_is_not_reported_as_a_lost_store(
     monkeypatch: pytest.MonkeyPatch, left: bytes
 ) -> None:
     class Answered(Memory):
@@ -438,7 +440,7 @@ def test_ranks_that_the_fake_backend_makes_up_are_not_waited_for(run_python: Any
     ("nodes", "restarts", "apart"),
     [("1", ("0", "1"), True), ("1", ("1", "1"), False), ("2", ("0", "1"), False), ("1", ("", ""), False)],
 )
-def test_ranks_that_one_agent_starts_anew_do_not_read_what_the_failed_ones_left(
+def test_ranks_that_one_agent_restarts_do_not_read_values_of_the_failed_ones(
     monkeypatch: pytest.MonkeyPatch, nodes: str, restarts: tuple[str, str], apart: bool
 ) -> None:
     """With several agents the number of restarts may differ between honest ranks, which must still meet."""

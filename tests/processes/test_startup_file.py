@@ -104,7 +104,7 @@ def test_a_path_of_the_job_does_not_cancel_it(enabled: TriedEnvironment, tmp_pat
     assert done.stdout == "True True\n", "the job's own start-up module runs as well"
 
 
-def test_a_job_that_brings_a_copy_of_this_package_is_told_once_that_it_is_not_used(
+def test_a_job_with_its_own_copy_of_this_package_gets_one_warning_that_it_is_not_used(
     enabled: TriedEnvironment, tmp_path: Path
 ) -> None:
     other = enabled_environments.other_copy(tmp_path)
@@ -273,7 +273,7 @@ def test_a_virtual_environment_on_the_python_of_an_image_is_armed_if_it_has_its_
     assert TriedEnvironment(tmp_path / "venv").is_armed() is armed
 
 
-# --- what else sees it ----------------------------------------------------------------------------------------
+# --- other commands that see the file ----------------------------------------------------------------------------------------
 
 
 def test_drift_names_the_file_and_finds_one_that_was_edited(enabled: TriedEnvironment) -> None:
@@ -290,7 +290,7 @@ def test_drift_names_the_file_and_finds_one_that_was_edited(enabled: TriedEnviro
 
 
 def test_gates_wait_for_torch(enabled: TriedEnvironment, tmp_path: Path) -> None:
-    """A tool such as an installer is told nothing about kernels; what imports torch is, before its first compile."""
+    """A tool such as an installer gets no warning about kernels; a process that imports torch gets it before its first compile."""
     (tmp_path / "tilelang").mkdir()
     for name in ("torch.py", "tilelang/__init__.py", "tilelang/language.py"):
         (tmp_path / name).touch()
@@ -316,7 +316,7 @@ print("trained")
 
 
 @pytest.mark.upstream
-def test_what_the_image_requires_ends_a_job_that_switches_overlays_off(enabled: TriedEnvironment) -> None:
+def test_a_requirement_of_the_image_ends_a_job_that_switches_overlays_off(enabled: TriedEnvironment) -> None:
     """In the image REQUIRE is a variable of every job, and it is checked though the job installs nothing."""
     code = TRAINS.format(path=[each for each in sys.path if each.endswith("site-packages")])
     require = {"MEGACPP_OVERLAYS_REQUIRE": "float16-fp32-exemption=armed"}
@@ -333,7 +333,7 @@ def test_what_the_image_requires_ends_a_job_that_switches_overlays_off(enabled: 
 # --- the other way: variables ---------------------------------------------------------------------------------
 
 
-def test_lines_of_a_shell_arm_what_is_started_after_them(environment: TriedEnvironment, tmp_path: Path) -> None:
+def test_lines_of_a_shell_arm_the_processes_started_after_them(environment: TriedEnvironment, tmp_path: Path) -> None:
     (tmp_path / "lines.sh").write_text(environment.command("env", "--sh", MEGACPP_OVERLAYS_LOG="./a 'b").stdout)
     script = f'. {tmp_path}/lines.sh; {environment.python} -c "{enabled_environments.IS_ARMED}"; echo $MEGACPP_OVERLAYS_LOG $PYTHONPATH'
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": "/of/the/job"}
@@ -342,7 +342,9 @@ def test_lines_of_a_shell_arm_what_is_started_after_them(environment: TriedEnvir
 
     armed, variables = done.stdout.splitlines()
     assert armed == "True"
-    assert variables == f"./a 'b {PACKAGE / 'processes' / 'startup'}:/of/the/job", "what was on the path stays behind"
+    assert variables == f"./a 'b {PACKAGE / 'processes' / 'startup'}:/of/the/job", (
+        "the old entries of PYTHONPATH stay, after ours"
+    )
 
 
 def test_forms_for_an_image_and_a_pod_say_the_same(environment: TriedEnvironment) -> None:

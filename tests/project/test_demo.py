@@ -1,4 +1,4 @@
-"""The demo on real releases, in processes of its own: what it measures, what it claims, and how it exits.
+"""The demo on real releases, in processes of its own: its measurements, its claims and its exit codes.
 
 `.ci/run` starts the demo itself every day, and ends with it where a claim fails.
 """

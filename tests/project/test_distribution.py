@@ -1,4 +1,4 @@
-"""The order of the tests, and what stays with one worker: a name that leads nowhere would cost time and say nothing."""
+"""The order of the tests, and the modules that stay with one worker: every listed name must exist, or time is lost unnoticed."""
 
 from __future__ import annotations
 

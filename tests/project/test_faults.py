@@ -1,4 +1,4 @@
-"""The table of planted faults is sound, and the script that plants them tells what was noticed from what was not."""
+"""The table of planted faults, and the script that plants them and reports the faults that no test noticed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS = (
     "known findings",
     "matrix.json",
 )
-"""What there is at least one fault in; a kind may say more behind a colon."""
+"""Parts of the project that have at least one fault; a kind may say more behind a colon."""
 FEWEST = 40
 
 

@@ -30,7 +30,7 @@ LANES = {
     "edge": ROOT / ".envs/edge/bin/python",
 }
 STAND_IN = ROOT / "tests/empty_modules"
-"""What mamba_ssm imports and a host without a CUDA toolkit cannot build; Mamba-3 does not call it."""
+"""An empty module that mamba_ssm imports and a host without a CUDA toolkit cannot build; Mamba-3 does not call it."""
 
 M = "megatron-core"
 L = "liger-kernel"
@@ -147,7 +147,7 @@ VERSIONS = {
 
 
 class Preflight(NamedTuple):
-    """What the pre-flight in a lane came to."""
+    """The result of the pre-flight in a lane."""
 
     code: int
     decisions: dict[str, dict[str, str]]
@@ -173,13 +173,13 @@ def audit(lane: str, **variables: str) -> Preflight:
     else:
         done = subprocess.run([python, *words], env=env, capture_output=True, text=True, check=False, cwd="/")
     written = json.loads(done.stdout) if done.stdout else {"decisions": []}
-    told = log.read_text().splitlines()
+    lines = log.read_text().splitlines()
     log.unlink()
-    return Preflight(done.returncode, {item["id"]: item for item in written["decisions"]}, done.stderr, told, written)
+    return Preflight(done.returncode, {item["id"]: item for item in written["decisions"]}, done.stderr, lines, written)
 
 
 DAILY = {"current"}
-"""The lane whose packages other tests of every day import, too; what probes say of every release is in packs/matrix.json."""
+"""The lane whose packages other daily tests import, too; the findings of the probes in every release are in packs/matrix.json."""
 each_lane = pytest.mark.parametrize(
     "lane", [pytest.param(lane, marks=() if lane in DAILY else pytest.mark.full) for lane in LANES]
 )
@@ -232,14 +232,14 @@ def test_what_is_active_or_needs_a_person_has_a_line_and_nothing_else_has(
     by_decision: dict[str, list[str]] = {"active": [], "gated": [], "conflict": []}
     for overlay, found in audits(lane).decisions.items():
         by_decision.setdefault(found["decision"], []).append(overlay)
-    told = audits(lane).told
+    lines = audits(lane).told
 
-    active = [line.split()[2] for line in told if line.startswith("[megacpp_overlays] active: ")]
-    warnings = [line.split()[3] for line in told if line.startswith("[megacpp_overlays] WARNING ")]
+    active = [line.split()[2] for line in lines if line.startswith("[megacpp_overlays] active: ")]
+    warnings = [line.split()[3] for line in lines if line.startswith("[megacpp_overlays] WARNING ")]
     assert sorted(active) == sorted(by_decision["active"])
     assert sorted(warnings) == sorted(by_decision["gated"] + by_decision["conflict"])
-    assert len(told) == len(active) + len(warnings)
-    assert all(len(line) <= LONGEST for line in told if "WARNING" not in line)
+    assert len(lines) == len(active) + len(warnings)
+    assert all(len(line) <= LONGEST for line in lines if "WARNING" not in line)
 
 
 @each_lane
@@ -277,7 +277,7 @@ def test_off_is_off() -> None:
 
 
 def test_importing_the_targets_starts_neither_cuda_nor_autograds_engine_and_every_seam_pickles_by_reference() -> None:
-    """The engine counts the GPUs and starts a thread for each, and CUDA refuses what is forked after that."""
+    """The engine counts the GPUs and starts a thread for each, and CUDA fails in a process that is forked after that."""
     code = """
 import megacpp_overlays, contextlib, importlib, operator, pickle, sys
 import torch
@@ -311,7 +311,7 @@ for seam in seams:
     assert done.returncode == 0, done.stderr
 
 
-# What is kept of it
+# The written audit
 
 SCHEMA_1 = json.loads(Path(rendering.__file__).with_name("audit.schema.json").read_text())
 """For as long as `audit.SCHEMA` is 1: checkpoints and trackers hold audits of older versions."""

@@ -27,7 +27,7 @@ CODE = ("megacpp_overlays", "overlays", "feature_probes", "tests", "proof", "ben
 
 
 def test_a_module_is_named_by_a_noun_or_a_verb() -> None:
-    """A reader learns from the first word what is there; a question says what is asked of it."""
+    """The first word of a docstring names the content of the module; a question word names a question instead."""
     asked, read = [], 0
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -70,12 +70,12 @@ class Venv:
     def site_packages(self) -> Path:
         return self.folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
-    def pip_install(self, *what: str | Path, **variables: str) -> set[str]:
+    def pip_install(self, *requirements: str | Path, **variables: str) -> set[str]:
         """Install from local files and return the names that site-packages gained."""
         before = set(os.listdir(self.site_packages))
         pip = (sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "--python", self.python)
         options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-cache-dir", "--quiet")
-        run(*pip, "install", *options, *what, cwd=self.folder, **variables)
+        run(*pip, "install", *options, *requirements, cwd=self.folder, **variables)
         return set(os.listdir(self.site_packages)) - before
 
 
@@ -92,7 +92,7 @@ def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def closure(requirements: list[str]) -> list[importlib.metadata.Distribution]:
-    """Return the installed distributions that meet the requirements, and what those require in turn."""
+    """Return the installed distributions that meet the requirements, and their own requirements, recursively."""
     found: dict[str, importlib.metadata.Distribution] = {}
     waiting = [Requirement(line) for line in requirements]
     while waiting:
@@ -114,13 +114,13 @@ def venv(tmp_path: Path, dependencies: Path) -> Venv:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A git repository with one commit of the files as they are now: what a stranger clones."""
+    """A git repository with one commit of the files as they are now, as a stranger clones it."""
     folder = tmp_path_factory.mktemp("git") / "checkout"
     if (ROOT / ".git").exists():
         listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).split("\0")
         names = [name for name in listed if name and (ROOT / name).exists(follow_symlinks=False)]
     else:
-        pytest.skip("not a git checkout: nobody can install it from git")
+        pytest.skip("not a git checkout: it cannot be installed from git")
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)

@@ -16,7 +16,7 @@ def _numbers() -> tuple[float, float, float]:
 
 @pytest.fixture(scope="module")
 def drawn() -> tuple[float, float, float]:
-    """What a fixture draws."""
+    """Random numbers that a fixture draws."""
     return _numbers()
 
 

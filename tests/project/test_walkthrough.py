@@ -23,7 +23,7 @@ _FILE = re.compile(r"# file: (\S+)\n")
 
 
 class Step(NamedTuple):
-    """A file to write, or a command to run and what it prints."""
+    """A file to write, or a command to run with its output."""
 
     file: str = ""
     text: str = ""
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 def steps(page: str) -> list[Step]:
-    """Return what the page does, in its order."""
+    """Return the steps of the page, in its order."""
     found: list[Step] = []
     for language, body in _BLOCK.findall(page):
         if named := _FILE.match(body):
@@ -48,13 +48,13 @@ def _commands(body: str) -> Iterator[Step]:
 
 
 def as_pattern(output: str) -> str:
-    """Return the regular expression of an output, in which `...` stands for anything on its line."""
+    """Return the regular expression of an output, in which `...` matches anything on its line."""
     return ".*".join(map(re.escape, output.split("...")))
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    """An empty folder beside an environment that has this package, its dependencies and pip, and nothing else."""
+    """An empty folder, with an environment that has this package, its dependencies and pip, and nothing else."""
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     waiting, seen = [Requirement(name) for name in TOOLS], set[str]()

@@ -11,7 +11,7 @@ from places import ROOT
 
 @pytest.fixture(autouse=True)
 def modules_of_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tests import what `proof/run.py` imports."""
+    """Let tests import the modules that `proof/run.py` imports."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "proof")
 

@@ -1,4 +1,4 @@
-"""The proof with the pretrain function of megatron-bridge: how its claims are judged, and what stands in for what is missing."""
+"""The proof with the pretrain function of megatron-bridge: how its claims are judged, and the stand-ins for missing modules."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_launcher_does_not_know_of_this_project() -> None:
         assert "megacpp" not in (ROOT / f"proof/launchers/{name}.py").read_text()
 
 
-# --- what stands in ---
+# --- stand-ins ---
 
 
 @pytest.fixture

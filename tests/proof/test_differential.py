@@ -71,12 +71,12 @@ COMBINED = {
     *("TP", "TP with SP", "packed row", "TP, attention sinks, norms of queries"),
     "DP, distributed optimizer, a checkpoint between steps",
 }
-"""Rows that put together what others have one by one, have it in another dtype, or are part of another row: in the full tests."""
+"""Rows that combine the features of other rows, have another dtype, or are part of another row: only in the full tests."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, grid_size: str) -> Found:
-    """Return what rows of the table come to in a fresh run."""
+    """Return the results of rows of the table in a fresh run."""
     path = tmp_path_factory.mktemp("differential") / "found.json"
     names = [each["row"] for each in json.loads((RESULTS / "differential-cpu.json").read_text())["rows"]]
     assert set(names) >= COMBINED
@@ -146,7 +146,7 @@ def test_rows_have_names_of_their_own(modules_of_proof: None) -> None:
 
 @pytest.fixture
 def judge(tmp_path: Path, modules_of_proof: None) -> Callable[..., Found]:
-    """Judge a made-up row: the truth is one, and each side has what it is given, or ends with an error."""
+    """Judge a made-up row: the true value is 1.0, and each side has the given value, or ends with the given error."""
     import torch
     from differential.judged import judged
     from differential.table import ROWS

@@ -33,9 +33,9 @@ def outcomes_of(kept: Kept, way: str) -> Kept:
     return found
 
 
-def scale(launch: str, what: str, step: int, factor: float) -> Callable[[Kept], None]:
+def scale(launch: str, series: str, step: int, factor: float) -> Callable[[Kept], None]:
     def change(kept: Kept) -> None:
-        trained(kept, launch)[what][step] *= factor
+        trained(kept, launch)[series][step] *= factor
 
     return change
 
@@ -162,7 +162,7 @@ def on_a_gpu(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launch", "what", "claims"),
+    ("launch", "series", "claims"),
     [
         ("prompts, overlay", "losses", {"trainer-prompts-overlay", "trainer-prompts-import"}),
         ("weights, overlay", "norms", {"trainer-weights-overlay"}),
@@ -172,13 +172,13 @@ def on_a_gpu(kept: Kept) -> None:
     ],
 )
 def test_on_a_gpu_the_rounding_of_bfloat16_is_allowed_and_no_more(
-    kept: Kept, launch: str, what: str, claims: set[str]
+    kept: Kept, launch: str, series: str, claims: set[str]
 ) -> None:
     on_a_gpu(kept)
-    scale(launch, what, 5, NEAR)(kept)
+    scale(launch, series, 5, NEAR)(kept)
     assert "FAILS" not in outcomes(kept).values()
 
-    scale(launch, what, 5, FAR)(kept)
+    scale(launch, series, 5, FAR)(kept)
     assert {claim for claim, outcome in outcomes(kept).items() if outcome == "FAILS"} == claims
 
 

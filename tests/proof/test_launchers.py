@@ -34,7 +34,7 @@ python_of = functools.partial(installed.python_of, made_by="make launchers")
 
 
 def launch(words: list[Any], folder: Path, *, path: tuple[Path, ...] = (), **variables: str) -> Any:
-    """Run a command on the CPU in a folder; `log.jsonl` in it has what each of its processes decided."""
+    """Run a command on the CPU in a folder; `log.jsonl` in it has the decisions of each of its processes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_")}
     quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
     env = {**kept, **quiet, "MEGACPP_OVERLAYS_LOG": str(folder / "log.jsonl"), **variables}

@@ -1,4 +1,4 @@
-"""The proof with every type of layer: how its claims are judged, what it launches, and what stands in for a GPU's kernels."""
+"""The proof with every type of layer: how its claims are judged, its launches, and the stand-ins for GPU kernels."""
 
 from __future__ import annotations
 
@@ -165,14 +165,14 @@ def test_receipts_are_those_of_the_stack_and_the_stand_ins(receipts: Kept) -> No
     assert kept == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in INPUTS}
 
 
-def test_the_page_says_how_stock_ended_and_times_nothing_beside_it(receipts: Kept) -> None:
+def test_the_page_says_how_stock_ended_and_compares_no_times_with_it(receipts: Kept) -> None:
     kept = (RESULTS / "megatron-layers-cpu.md").read_text()
 
     assert "| overlays |" not in kept
     assert f"- stock: {runs(receipts, 'kernels')[STOCK]['error']}, after 0 steps" in kept.splitlines()
 
 
-# --- what is launched ---
+# --- launches ---
 
 
 def pattern_of(words: tuple[str, ...]) -> str:

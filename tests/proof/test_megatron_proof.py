@@ -1,4 +1,4 @@
-"""The proof with Megatron-LM's own launcher: how its claims are judged, what it reads of a log, and what it asks of a checkout."""
+"""The proof with Megatron-LM's own launcher: how its claims are judged, how it reads a log, and its demands on a checkout."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def launch(receipts: Kept, name: str) -> Kept:
     return found
 
 
-def scale(name: str, what: str, step: int, factor: float) -> Callable[[Kept], None]:
+def scale(name: str, series: str, step: int, factor: float) -> Callable[[Kept], None]:
     def change(receipts: Kept) -> None:
-        launch(receipts, name)[what][step] *= factor
+        launch(receipts, name)[series][step] *= factor
 
     return change
 
@@ -73,7 +73,7 @@ def quarrel(receipts: Kept) -> None:
 
 
 def in_context(*, losses: int = 0, skipped: int = 0, agreed: bool = True) -> Callable[[Kept], None]:
-    """Return what changes some losses of the context-parallel run with overlays, skips steps, or lets its ranks differ."""
+    """Return a change to the context-parallel run with overlays: other losses, skipped steps, or ranks that differ."""
 
     def change(receipts: Kept) -> None:
         run = receipts["measured"]["megatron-context"]["runs"]["overlays, two context-parallel ranks"]
@@ -119,7 +119,7 @@ def quarrel_in_tests(receipts: Kept) -> None:
 
 
 def on_one_gpu(subject: str, **values: Any) -> Callable[[Kept], None]:
-    """Return what puts a measurement that only a GPU makes in the place of a CPU's."""
+    """Return a change that replaces a measurement of a CPU by one of a GPU."""
     return lambda receipts: receipts["measured"][subject].update(host="gpu", **values)
 
 
@@ -540,7 +540,7 @@ def test_the_readme_says_how_many_overlays_were_active(receipts: Kept) -> None:
     assert f"with {active} active overlays are stock's but for rounding" in (ROOT / "README.md").read_text()
 
 
-# --- what the launcher is given ---
+# --- the stack that the launcher gets ---
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ def receipts() -> dict[str, Any]:
 
 @pytest.fixture
 def judged() -> Callable[..., list[str]]:
-    """Return what is wrong with an answer that is right but for some changes."""
+    """Return the problems of an answer that is right except for the given changes."""
 
     def problems(**changed: Any) -> list[str]:
         from new_user import Command, Question, problems

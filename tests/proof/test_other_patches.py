@@ -44,7 +44,7 @@ def upstream() -> Iterator[Any]:
 
 
 def written(text: str, **names: Any) -> Any:
-    """Return what a text of the other library defines as `new`."""
+    """Return the function that a text of the other library defines as `new`."""
     namespace = {"__name__": FOREIGN, "functools": functools, **names}
     exec(compile(text, "foreign/patches.py", "exec"), namespace)
     return namespace["new"]

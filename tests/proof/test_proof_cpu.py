@@ -38,7 +38,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     files = ["--json", folder / "cpu.json", "--write", folder / "cpu.md", "--plot", folder / "cpu.svg"]
     done = subprocess.run(
         [PYTHON, "-W", "ignore", ROOT / "proof/run.py", "--quick", *files],
-        env={**os.environ, "MEGACPP_OVERLAYS": "off"},  # a switch of the shell must not decide what is proved
+        env={**os.environ, "MEGACPP_OVERLAYS": "off"},  # the proof must not depend on a switch of the shell
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""The runner of proofs: its exit code, what it says, and what it says where something cannot be measured."""
+"""The runner of proofs: its exit code, its output, and its output where a measurement is impossible."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_the_receipts_are_of_the_inputs_that_are_here_and_of_a_whole_run(name: s
 
     here = {each: hashlib.sha256((ROOT / each).read_bytes()).hexdigest() for each in kept["inputs"]}
 
-    assert kept["inputs"] == here, f"run `{again}`, and look at what it says"
+    assert kept["inputs"] == here, f"run `{again}`, and look at its output"
     assert not kept["quick"]
     assert kept["problems"] == []
 

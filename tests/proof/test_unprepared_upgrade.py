@@ -1,4 +1,4 @@
-"""The kept run after an upgrade that nobody prepared: its page, and when it holds."""
+"""The kept run after an unprepared upgrade: its page, and when it holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_nearly_all_overlays_that_are_needed_are_active(receipts: dict[str, Any]
 
 
 def test_overlays_that_the_rehearsal_calls_active_are_active_in_the_table(receipts: dict[str, Any]) -> None:
-    """The demo and the table have run with the witnesses of the rehearsal, and not with what is known today."""
+    """The demo and the table have run with the witnesses of the rehearsal, not with the findings of today."""
     decided = {row["overlay"]: row["after"] for row in receipts["rehearsal"]["rows"]}
     for used in (receipts["demo"]["active"], receipts["table"]["active"]):
         megatron = {each for each in used if each in decided}

@@ -41,7 +41,7 @@ def run(
     bare: bool = False,
     **variables: str,
 ) -> tuple[str | None, str]:
-    """Return in words how a module with this code ended, and what it wrote."""
+    """Run a module with this code; return how it ended, in words, and its output."""
     folder.joinpath("job.py").write_text(code)
     output = folder / "output"
     environment = {**ENVIRONMENT, **variables}
@@ -121,7 +121,7 @@ def test_one_that_takes_too_long_is_ended(servers: ForkServers, tmp_path: Path) 
 
 
 def test_jobs_run_side_by_side(servers: ForkServers, tmp_path: Path) -> None:
-    """Each waits for the other: the server neither waits for a job nor mixes up what they wrote."""
+    """Each job waits for the other: the server neither waits for a job nor mixes up their outputs."""
     from concurrent.futures import ThreadPoolExecutor
 
     code = (

@@ -1,4 +1,4 @@
-"""Git is asked about a repository, and neither the repository nor the shell says what else is run for it."""
+"""Calls of git: neither the repository nor the shell can make them run another program."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ EVERY = [
     ("show", "HEAD"),
     ("update-index", "--force-write-index"),
 ]
-"""What is asked of a repository somewhere, and what somebody may come to ask."""
+"""Commands that this project runs in a repository, and further ones that it may come to run."""
 
 HOSTILE = {
     "core.fsmonitor": (("{program}",), ("status",)),
@@ -134,12 +134,12 @@ HOSTILE = {
     "diff.external": (("{program}",), ("diff",)),
     "gpg.program": (("{program}", "log.showSignature=true"), ("log", "-1")),
 }
-"""What configuration may name for git to run: the value, what else has to be set, and a command that runs it."""
+"""Configuration that names a program for git to run: the value, other settings that it needs, and a command that runs it."""
 
 
 @pytest.fixture
 def armed(repository: Path, tmp_path: Path) -> Path:
-    """The repository, its one file changed and under attributes, its commit signed by nobody; `ran` is what is left."""
+    """The repository with attributes, its one file changed, its commit with a false signature; a hostile program leaves the file `ran`."""
     program = tmp_path / "hooks" / "post-index-change"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
@@ -190,7 +190,9 @@ def test_trust_in_a_repository_of_another_owner_is_for_the_user_and_the_system_t
     files = {"the system": tmp_path / "system", "the user": tmp_path / ".gitconfig"}
     file = files.get(level, repository / ".git" / "config")
     variables = {"GIT_CONFIG_SYSTEM": str(tmp_path / "system"), "GIT_CONFIG_GLOBAL": str(tmp_path / ".gitconfig")}
-    variables["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"  # what git's own tests set, as not everybody may give files away
+    variables["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = (
+        "1"  # as in git's own tests: not every user may change the owner of a file
+    )
     with pytest.raises(git.GitError, match="dubious ownership"):
         git.run(repository, "rev-parse", "HEAD", variables=variables)
 
@@ -221,14 +223,16 @@ def test_a_source_tree_with_the_files_of_a_repository_is_none(forged: Path, aske
 
 
 def test_in_a_clone_such_files_are_content(forged: Path, tmp_path: Path) -> None:
-    """What a commit has at its top, or further down, does not rule what is asked of the clone."""
+    """Committed files, at the top or further down, do not change the answers about the clone."""
     clone = tmp_path / "clone"
     (clone / "deeper").mkdir(parents=True)
     for place in (clone, clone / "deeper"):
         subprocess.run(["cp", "-r", f"{forged}/.", str(place)], check=True)
     subprocess.run(["git", "init", "-q", str(clone)], check=True)
 
-    assert git.ask(clone, "rev-parse", "HEAD^{commit}") is None  # the clone has no commit; what is committed has
+    assert (
+        git.ask(clone, "rev-parse", "HEAD^{commit}") is None
+    )  # the clone has no commit; the committed repository has one
     with pytest.raises(git.GitError, match="so it is no repository"):
         git.run(clone / "deeper", "rev-parse", "HEAD")
 

@@ -58,7 +58,7 @@ def packs() -> tuple[Described, ...]:
 
 
 def wrong(*rules: Callable[[Described], Iterator[str]]) -> list[str]:
-    """Return what is wrong with which pack: a rule yields one sentence for each thing that it finds."""
+    """Return the errors of all packs, each with the name of its pack: a rule yields one sentence for each error."""
     return [f"{entry.pack.name}: {each}" for entry in packs() for rule in rules for each in rule(entry)]
 
 
@@ -66,7 +66,7 @@ def section(notes: str, name: str) -> str:
     return notes.partition(f"\n## {name}\n")[2].split("\n## ")[0]
 
 
-# What is there
+# Packs and classes
 
 
 def test_packs_are_numbered_without_a_gap_and_every_class_of_the_inventory_occurs() -> None:
@@ -99,21 +99,21 @@ def test_notes_begin_with_a_heading_and_a_table_and_have_all_sections_in_order()
     assert not wrong(heading_and_table, sections)
 
 
-# What the words may be together
+# Combinations of fields
 
 
 def class_and_overlays(entry: Described) -> Iterator[str]:
     if (entry.kind == "overlay") != bool(set(entry.overlays) - GATES):
         yield f"it is of class {entry.kind}, and its overlays are {entry.overlays}"
     if bool(GATES.intersection(entry.overlays)) != (entry.kind in {"gate", "regression guard"}):
-        yield f"it is of class {entry.kind}: a gate stands for a combination, or guards what was repaired"
+        yield f"it is of class {entry.kind}: a gate is for a combination, or guards a repair"
 
 
 def what_is_guarded(entry: Described) -> Iterator[str]:
     if entry.kind != "regression guard":
         return
     if entry.file.upstream != "fixed":
-        yield "it guards what upstream has not repaired"
+        yield "upstream has not repaired the defect that it guards"
     if not re.search(r"Require \S+ \d+(\.\d+)+ or newer", section(entry.notes, "Solution")):
         yield "its solution requires no release"
 
@@ -123,7 +123,7 @@ def test_a_class_says_which_overlays_there_are_and_what_is_guarded_was_repaired_
 
 
 def priority(entry: Described) -> Iterator[str]:
-    """What is held or repaired by upstream is never filed, and what is never filed is one of those."""
+    """A held pack, or one that upstream fixed, has no priority; a pack without a priority is held, settled or a regression guard."""
     file = entry.file
     if file.priority != "none" and (entry.kind == "held" or file.upstream == "fixed"):
         yield f"it is {entry.kind}, {file.upstream} upstream, and to be filed: {file.priority}"
@@ -134,7 +134,7 @@ def priority(entry: Described) -> Iterator[str]:
 
 
 def joined(entry: Described) -> Iterator[str]:
-    """What joins a thread has one that is open."""
+    """A pack that joins a thread has an open thread."""
     declared = [thread for each in OVERLAYS if each.id in entry.overlays for thread in each.threads]
     opened = [each for each in (*entry.file.threads, *declared) if re.search(r"\bopen\b|\bnot merged\b", each.state)]
     if entry.file.upstream == "overlap" and not opened:
@@ -163,7 +163,7 @@ def test_notes_say_how_to_run_the_reproducer_and_a_pack_without_one_is_a_draft()
     assert not wrong(reproducer)
 
 
-# What is said of upstream
+# Fields about upstream
 
 
 def known(entry: Described) -> Iterator[str]:
@@ -244,7 +244,7 @@ def test_each_of_these_rules_can_fail() -> None:
     assert list(priority(bad._replace(kind="overlay", file=replace(file, upstream="new"))))
 
 
-# Read again, in what upstream ships
+# Read again, in upstream's releases
 
 EXPERIMENTAL = "megatron/core/transformer/experimental_attention_variant"
 SHIPPED = {

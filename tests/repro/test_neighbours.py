@@ -1,4 +1,4 @@
-"""Neighbour cases: numbers of calls beside a defect, which are measured without an overlay and with it, and must be the same."""
+"""Neighbour cases: calls close to a defect, measured without an overlay and with it; their numbers must be the same."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_file_that_fails_leaves_no_module(tmp_path: Path) -> None:
     assert sys.modules.keys() == before
 
 
-def test_neighbours_build_with_the_reproducer_beside_them_which_is_executed_once(tmp_path: Path) -> None:
+def test_neighbours_build_with_the_reproducer_of_their_folder_which_is_executed_once(tmp_path: Path) -> None:
     (tmp_path / "reproduce.py").write_text("MADE = []")
     file = str(tmp_path / neighbour.FILE)
 

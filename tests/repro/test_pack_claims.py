@@ -1,4 +1,4 @@
-"""Packs 4, 7, 14 and 45 make claims about upstream. What their reproducers change in a source, and how they answer."""
+"""The claims of packs 4, 7, 14 and 45 about upstream: the source edits of their reproducers, and their answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def installed(module: str) -> str:
     return Path(spec.submodule_search_locations[0], *module.split(".")[1:]).with_suffix(".py").read_text()
 
 
-# What every claim is
+# All claims
 
 
 @pytest.mark.parametrize("pack", [4, 7, 14, 45])
@@ -328,7 +328,7 @@ def test_pack_45_releases_before_have_no_adapter(version: str, wheel: Wheel) -> 
 
 @pytest.mark.upstream
 def test_pack_45_no_stage_is_wrapped_on_ranks(tmp_path: Path) -> None:
-    """The case in a copy of a process that has torch, with the einops of another lane beside the packages of this one."""
+    """Run the case in a forked process that has torch, with the einops of another lane added to the packages of this one."""
     [einops] = (ROOT / ".envs/mamba3-pinned/lib").glob("python*/site-packages/einops")
     (tmp_path / "einops").symlink_to(einops)
     report = tmp_path / "report"

@@ -1,4 +1,4 @@
-"""`pack.toml`: every field is what it should be, and a typo is an error that names its place."""
+"""`pack.toml`: every field is validated, and a typo is an error that names its place."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_named_with_the_pack_and_the_field(tmp_path: Path, what: str) -> None:
-    text, says = WRONG[what]
+@pytest.mark.parametrize("case", WRONG)
+def test_an_error_is_reported_with_the_pack_and_the_field(tmp_path: Path, case: str) -> None:
+    text, says = WRONG[case]
 
     with pytest.raises(PackError, match=rf"99-double/pack\.toml.*{says}"):
         read(tmp_path, text)

@@ -1,4 +1,4 @@
-"""The packs of this repository: what they say of themselves holds, and the ones that run on a CPU earn their sentinels."""
+"""The packs of this repository: their statements about themselves hold, and those that run on a CPU print their sentinels."""
 
 from __future__ import annotations
 

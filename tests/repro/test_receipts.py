@@ -115,11 +115,11 @@ def test_a_failed_or_blocked_run_is_kept_as_it_was(folder: Path, overlays: tuple
     assert list(folder.glob("99-double/receipts/*-nvidia-h200-*.log"))
 
 
-# What is refused
+# Refused receipts
 
 
 def edit_log(change: Callable[[str], str]) -> Callable[[Path, dict[str, Any]], None]:
-    """Change the log and make its hash and name fit again, as somebody who wants to cheat would."""
+    """Change the log and make its hash and name fit again, as a forger would."""
 
     def edit(folder: Path, receipt: dict[str, Any]) -> None:
         old = folder / receipt["log"]
@@ -178,8 +178,8 @@ TAMPERING: dict[str, tuple[Callable[[Path, dict[str, Any]], Any], str]] = {
         "its second line is not the command",
     ),
     "path of a machine": (
-        edit_log(lambda text: text.replace("double(1) = 3", "/srv/somebody/x.py")),
-        "it has paths of a machine: /srv/somebody/x.py",
+        edit_log(lambda text: text.replace("double(1) = 3", "/srv/someone/x.py")),
+        "it has paths of a machine: /srv/someone/x.py",
     ),
     "claim of another overlay": (
         lambda folder, r: r["claims"][0].update(overlay="other"),
@@ -259,7 +259,7 @@ def test_a_manifest_that_is_no_json_or_does_not_fit_is_refused(folder: Path) -> 
         manifest.read(folder)
 
 
-# What a pack may claim to be
+# States of a pack
 
 
 @pytest.mark.parametrize(

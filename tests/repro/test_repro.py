@@ -79,7 +79,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run said."""
+    """The output and the exit code of a run."""
 
     text: str
     code: int
@@ -98,7 +98,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     return inventory
 
 
-# What a run earns
+# Sentinels of a run
 
 
 MEASURED = {
@@ -145,7 +145,7 @@ MEASURED = {
     "exits without an answer": (BROKEN_TEXT, "os._exit(0)", {"FAILED": "ended without an answer"}, 1),
     "blocked": (BROKEN_TEXT, 'raise Blocked("no such device")', {"BLOCKED": "no such device"}, 3),
 }
-"""What is there, what the case does, and what is said of it with which exit code."""
+"""The text of the upstream, the body of the case, the sentinels and the exit code."""
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def guard(checkout: Checkout, upstream: str | None, folder: Path) -> tuple[int, str]:
-    """Run the guard on an upstream that is given as a tree, or on none; return the exit code and what was printed."""
+    """Run the guard on an upstream that is given as a tree, or on none; return the exit code and the output."""
     if upstream is None:
         done = checkout.run("repro", "99", "--case", "double")
     else:
@@ -366,7 +366,7 @@ GUARDED = {
     "does not import": ("1 / 0", 1, "FAILED: ZeroDivisionError: division by zero (case double)"),
     "not installed": (None, 3, "BLOCKED: made-target is not installed (case double)"),
 }
-"""What is there, the exit code of a guard, and what it says."""
+"""The text of the upstream, the exit code of a guard, and its output."""
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,9 @@ def test_a_tree_without_a_file_of_the_package_is_refused(made: Inventory, tmp_pa
 def test_what_is_absent_must_be_absent_from_the_tree(made: Inventory, tmp_path: Path) -> None:
     made.upstream.write(ABSENT_TEXT)
     made.upstream.write("", module="other")
-    (made.folder / UPSTREAM / "layers.py").unlink()  # absent from what is installed, which is what would be probed
+    (
+        made.folder / UPSTREAM / "layers.py"
+    ).unlink()  # absent from the installed package, which would be probed without a tree
     made.write('raise TargetAbsent("no layers")')
     half = tmp_path / "half" / UPSTREAM
     half.mkdir(parents=True)
@@ -754,7 +756,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(made: Inventory, tmp_path: Pa
     words = [sys.executable, "-m", "megacpp_overlays", "repro", "--packs", str(made.packs), "99"]
     env = {**os.environ, "TMPDIR": str(temporary)}
 
-    # Under `nohup` the tests ignore SIGHUP, and what they start would, too.
+    # Under `nohup` the tests ignore SIGHUP, and their child processes would, too.
     heeded = functools.partial(signal.signal, number, signal.SIG_DFL)
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeded) as process:
         written = tmp_path / "pid"
@@ -767,7 +769,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(made: Inventory, tmp_path: Pa
     assert list(temporary.iterdir()) == []
 
 
-# What is kept says nothing about the machine
+# Kept output has no paths of the machine
 
 NAMES = st.text("abcxyz019_.-", min_size=1, max_size=8).filter(lambda name: not set(name) <= {".", "-"})
 

@@ -1,4 +1,4 @@
-"""The reproducers of packs 8, 13 and 17 to 20: what they read in generated source, and what they compare with."""
+"""The reproducers of packs 8, 13 and 17 to 20: how they read generated source, and their references."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_both_packs_count_in_the_same_way(name: str) -> None:
     assert code(MIMO) == code(GROUPED)
 
 
-# What the Mamba-3 kernels are compared with
+# References of the Mamba-3 kernels
 
 
 def test_the_sums_of_the_mimo_backward_are_gradients_of_its_forward() -> None:
@@ -105,7 +105,7 @@ def test_the_siso_reference_reads_the_state_as_the_sum_over_all_earlier_steps() 
     assert float((SISO.reference(given) - right).norm()) <= 1e-12 * float(right.norm())
 
 
-# What a tuner may choose
+# Choices of a tuner
 
 
 def kernel(*, pruned: bool) -> SimpleNamespace:
@@ -150,7 +150,7 @@ BY_CONTEXTS = "from megatron.core.ssm.ops.gdp.common import *\n"
             "BUG_REPRODUCED: importing megatron.core.ssm.ops.gdp.common asked a device 1 times",
             marks=pytest.mark.full,
         ),
-        # Nobody read this repair: what runs is right, and the gate says no more than that it looks repaired.
+        # No probe knows this repair: its behaviour is right, and the gate says only that it looks repaired.
         pytest.param(
             {COMMON: WAITS, REACHES: BY_CONTEXTS},
             "FAILED: the probe says UNRECOGNISED, the behaviour is not broken: importing megatron.core and",

@@ -55,7 +55,7 @@ print(json.dumps(found))
 
 
 class Release(NamedTuple):
-    """A release that is edited, and the overlay of what is edited there."""
+    """A release that is edited, and the overlay of the edited code."""
 
     overlay: str
     distribution: str
@@ -81,7 +81,7 @@ REPAIRED = [
     (COUNT, "        local_num_tokens = global_tokens_per_expert.sum() / topk / reduce_group.size()\n"),
 ]
 WORSE = [("        total_num_tokens = global_tokens_per_expert.sum() / topk\n", "        total_num_tokens = 7.0\n")]
-"""Another defect beside the first, which no seam of ours repairs."""
+"""A second defect in addition to the first, which no seam repairs."""
 CLASS = "class MoEAuxLossAutoScaler("
 GONE = [
     ("def get_tokens_per_expert_and_token_count(", "def _counted("),

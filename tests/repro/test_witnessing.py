@@ -1,4 +1,4 @@
-"""`megacpp-overlays witness`: what looks repaired is proved by its reproducer, on upstream alone, and by nothing else."""
+"""`megacpp-overlays witness`: a suspected repair is proved only by its reproducer, run on upstream alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Made:
         return cli.main(["witness", "--packs", str(self.packs.folder), *arguments])
 
     def decide(self) -> Record:
-        """Return what is decided when the upstream is imported next."""
+        """Return the decision at the next import of the upstream."""
         made = self.fresh()
         self.upstream.load()
         return made.audit().records[0]
@@ -81,7 +81,7 @@ def test_what_is_proved_is_retired_until_a_source_is_edited(made: Made, capsys: 
     assert after.decision is Decision.RETIRED
     assert after.reason.endswith("by double: double(1) = 2")
     (file,) = made.kept
-    assert file.stat().st_mode & 0o777 == (0o644 if os.geteuid() == 0 else 0o600)  # what root keeps is for all users
+    assert file.stat().st_mode & 0o777 == (0o644 if os.geteuid() == 0 else 0o600)  # a witness of root is for all users
     text = file.read_text()
     assert set(json.loads(text)["sources"]) == {"made_target", "made_target.layers", "made_target.helpers"}
     assert set(json.loads(text)["host"]) == {"machine", "processor", "cpus", "system", "python", "gpu"}
@@ -270,7 +270,7 @@ def test_every_case_that_can_run_has_to_agree(made: Made, capsys: pytest.Capture
     assert [each["case"] for each in kept] == ["double", "again"]
     assert "case wrong: it shows the defect: it is 2" in capsys.readouterr().out
     record = made.decide()
-    assert record.decision is Decision.CONFLICT, "what was kept before is no proof any more"
+    assert record.decision is Decision.CONFLICT, "the witness that was kept before is no proof any more"
     assert record.reason.endswith(": case wrong: it shows the defect: it is 2")
 
 
@@ -369,7 +369,7 @@ CASES = (*CASES, dataclasses.replace(CASES[0], name="quiet", run=lambda: Behavio
 
 
 def test_one_case_that_shows_the_defect_confirms_a_probe(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another may not show it on every host, such as one about what a tuner takes."""
+    """Another case may not show it on every host, such as a case about the choice of a tuner."""
     made.upstream.write(BROKEN_TEXT)
     reproducer = made.packs.write()
     reproducer.write_text(f"import dataclasses\n{reproducer.read_text()}{TWO_CASES}")

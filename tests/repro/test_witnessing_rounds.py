@@ -58,8 +58,8 @@ def test_what_stayed_broken_is_tried_once_more_with_the_seams_of_the_others(
 
     assert rounds.tried == ["first", "second", "first"]
     assert [(each.overlay, each.verdict) for each in found] == [("first", Verdict.BROKEN), ("second", Verdict.BROKEN)]
-    told = [line.partition("; about ")[0] for line in rounds.lines]  # and how long it goes on, as far as that is known
-    assert told == ["1 of 2: first: not proved", "2 of 2: second: BROKEN", "once more: first: BROKEN"]
+    printed = [line.partition("; about ")[0] for line in rounds.lines]  # without the estimate of the remaining time
+    assert printed == ["1 of 2: first: not proved", "2 of 2: second: BROKEN", "once more: first: BROKEN"]
 
 
 def test_where_nothing_else_was_proved_no_case_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_an_overlay_that_is_needed_is_proved_before_those_that_need_it(
 
 
 def ended(number: float, decision: Decision = Decision.ACTIVE) -> Run:
-    """A run that is not broken, and what its neighbour came to."""
+    """A run that is not broken, with the number of its neighbour."""
     part = Part(
         module="made", verdict=Verdict.UNRECOGNISED, shape="one", evidence="", decision=decision, reason="", sources={}
     )
@@ -102,13 +102,13 @@ def test_a_neighbour_that_another_overlay_changes_is_compared_with_that_one_in(
     with_others: float, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(name="made", overlay="first", device="cpu", versions=(), run=lambda: Behaviour(broken=True, seen=""))
-    beside = Neighbour(name="no-mask", overlay="first", run=dict)
-    monkeypatch.setattr(neighbour, "of", lambda *_: (beside,))
+    no_mask = Neighbour(name="no-mask", overlay="first", run=dict)
+    monkeypatch.setattr(neighbour, "of", lambda *_: (no_mask,))
     monkeypatch.setattr(runner, "without_case", lambda *_: ended(with_others))
     how = WitnessOptions(packs=tmp_path, settings=Settings())
     pack = SimpleNamespace(folder=tmp_path, reproducer=tmp_path / "reproduce.py")
     part = Upstream("first", tmp_path).overlay(id="first")
-    measuring = witnessing._CaseRunner(pack, (case,), (), part, how)  # type: ignore[arg-type] # it has what is asked for
+    measuring = witnessing._CaseRunner(pack, (case,), (), part, how)  # type: ignore[arg-type] # it has every attribute that is read
 
     found = measuring._problem(witnessing._Ran(case, ended(1.0), ended(2.0)), {"made": "one"})
 
