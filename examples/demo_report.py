@@ -1,4 +1,4 @@
-"""Report of the demo on its measurements, with a check that the overlays did what they say. Standard library only."""
+"""Report of the demo on its measurements, with a check that the overlays did their repairs. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Claim:
 
     says: str
     outcome: str
-    """`ok`; `broken` where somebody switched the overlay off; `FAILED` where nobody asked for it."""
+    """`ok`; `broken` where the user switched the overlay off; `FAILED` where the overlay was on."""
 
     def __str__(self) -> str:
         return f"  {self.outcome:6}  {self.says}"
 
 
 def heading(device: str, ranks: int) -> str:
-    """Return one line about the machinery; the audit names the upstreams and what was really loaded."""
+    """Return one line about the machinery; the audit names the upstreams that were really loaded."""
     versions = [_version(name) for name in ("torch", "triton", "transformer-engine")]
     how = "CUDA" if device == "cuda" else "CPU with Triton's interpreter"
     return f"{', '.join(versions)}; {how}; {ranks} rank{'s' if ranks > 1 else ''}"
@@ -58,7 +58,7 @@ def comparison(decisions: Mapping[str, str], off: Measurement, on: Measurement) 
     errors += [[role, f"{error:.1e}", f"{on.gradient_error[role]:.1e}"] for role, error in off.gradient_error.items()]
     return "\n".join(
         [
-            "Exempt parameters through Float16Module: how many values are not what they were before",
+            "Exempt parameters through Float16Module: number of changed values",
             *_table(exempt),
             "",
             "Liger's per-token loss under a mask: largest gradient error against plain PyTorch in fp32, relative",
@@ -88,7 +88,7 @@ def used(counts: Mapping[str, int]) -> str:
 
 
 def judge(decisions: Mapping[str, str], on: Measurement, losses: Sequence[float]) -> list[Claim]:
-    """Return what is true of this run. A defect is a failure unless somebody switched its overlay off."""
+    """Return the claims about this run. A defect is a failure unless the user switched its overlay off."""
     kept = [exempt for exempt in on.exempt.values() if exempt.dtype == "float32" and not exempt.changed]
     all_kept = len(kept) == len(on.exempt)
     error = max(on.gradient_error.values())

@@ -1,4 +1,4 @@
-"""The two defects, measured on the model of the demo: what bf16 took away, and how wrong the gradient is."""
+"""The two defects, measured on the model of the demo: values lost in bf16, and the error of the gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megacpp_overlays.fp32_marks import MAMBA3_ALWAYS, MAMBA3_MIMO
 
 @dataclass(frozen=True)
 class ExemptParameter:
-    """What Float16Module did to one parameter that the block needs in fp32."""
+    """The effect of Float16Module on one parameter that the block needs in fp32."""
 
     dtype: str
     values: int

@@ -110,7 +110,7 @@ class TinyGPT(GPTModel):
     """GPTModel with Liger's fused linear cross entropy in place of logits and a loss on them."""
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
-        """Map tokens [b, s] to what the output layer sees, [s, b, d]."""
+        """Map tokens [b, s] to the input of the output layer, [s, b, d]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         embedded = self.embedding(input_ids=tokens, position_ids=positions)
         return self.decoder(hidden_states=embedded, attention_mask=None)

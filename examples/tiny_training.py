@@ -67,7 +67,7 @@ def batches(seed: int, device: torch.device) -> Iterator[Batch]:
 
 
 class Training(Protocol):
-    """A model that is ready to train, and what turns its gradients into new weights."""
+    """A model that is ready to train, with the optimizer step."""
 
     model: nn.Module
 

@@ -1,17 +1,17 @@
-"""Train a tiny Megatron model with the overlays armed, and show what two of them change.
+"""Train a tiny Megatron model with the overlays armed, and show the effect of two of them.
 
     python examples/train_tiny.py                          one process, on the GPU if there is one
     torchrun --nproc-per-node 2 examples/train_tiny.py     data parallel: NCCL on GPUs, gloo on CPUs
     MEGACPP_OVERLAYS=off python examples/train_tiny.py     upstream as it is
 
 The same model is built and measured twice, with the overlays undone and with them armed; then it trains with them.
-The exit code is 1 when ranks do not run the same code, when an overlay did not do here what it says, or when the loss
+The exit code is 1 when ranks do not run the same code, when an overlay did not have its effect, or when the loss
 did not fall.
 """
 
 from __future__ import annotations
 
-import megacpp_overlays  # first, before torch and every upstream: then nobody can hold an original
+import megacpp_overlays  # first, before torch and every upstream: then no module can hold an original
 
 # isort: split
 import argparse

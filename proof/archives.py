@@ -1,4 +1,4 @@
-"""Source archives of upstreams: what of one is unpacked."""
+"""Source archives of upstreams, and the part of an archive that is unpacked."""
 
 from __future__ import annotations
 

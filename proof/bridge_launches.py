@@ -1,4 +1,4 @@
-"""The pretrain function of megatron-bridge, launched in several ways: what is launched, and what it logs."""
+"""The pretrain function of megatron-bridge, launched in several ways: the launches, and their logs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ENV = {
     **EVERYWHERE,
     "TRITON_INTERPRET": "0",  # where it is off, kernels of this project for CPU tensors are PyTorch in blocks
     "TORCHDYNAMO_DISABLE": "1",
-    # megatron-bridge runs `make` where Megatron's wheel has no Makefile; what it would make is in the wheel.
+    # megatron-bridge runs `make` where Megatron's wheel has no Makefile; the wheel has the files that it would make.
     "MAKEFLAGS": "--eval=made:;",
 }
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return what each launch logged, and what was decided in it."""
+    """Return the log of each launch, and its decisions."""
     count = QUICK_STEPS if place.quick else STEPS
     runs = {}
     for number, launch in enumerate(LAUNCHES, start=1):
@@ -46,7 +46,7 @@ def measure(place: Workplace, say: Say) -> Found:
 
 
 def launched(launch: Launch, count: int, folder: Path) -> Found:
-    """Run the launcher once and return what it logged."""
+    """Run the launcher once and return its log."""
     stem = re.sub(r"\W+", "-", launch.name)
     audit = folder / f"{stem}.audit.json"
     ours = launch.way in {Way.OVERLAYS, Way.OFF}

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
-"""What was measured of a subject, as it is kept in JSON."""
+"""The measurements of a subject, as they are kept in JSON."""
 Say = Callable[[str], None]
 
 
 class Outcome(Enum):
-    """What is said of a claim."""
+    """The outcome of a claim."""
 
     HOLDS = "HOLDS"
     FAILS = "FAILS"
@@ -37,18 +37,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence, and the function that judges it from what was measured. Judging starts nothing and writes nothing."""
+    """One sentence, and the function that judges it from the measurements. Judging starts no process and writes no file."""
 
     id: str
     says: str
     judge: Callable[[Found], Verdict]
     asked: Callable[[Found], bool] = lambda _: True
-    """Whether it can be judged from what was measured: not everything is, on every host."""
+    """Whether it can be judged from the measurements: not every host makes all of them."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """What a measurement may use."""
+    """The folders and devices that a measurement may use."""
 
     folder: Path
     """For its files; empty at first."""
@@ -59,7 +59,7 @@ class Workplace:
     on_gpu: bool = False
     """Whether the Trainer is launched on the first GPU; Megatron's launcher is wherever there is one."""
     checkout: Path | None = None
-    """Megatron-LM as the user has it, for what the registry does not ship."""
+    """The user's checkout of Megatron-LM, for files that the registry does not ship."""
     ranks: int = 1
     """Processes of the world in which Megatron-LM's own unit tests run."""
 
@@ -73,4 +73,4 @@ class Subject:
     measure: Callable[[Workplace, Say], Found]
     claims: tuple[Claim, ...]
     takes: str
-    """How many launches it is, in words: what costs most is to begin one."""
+    """The number of launches, in words: starting one costs most."""

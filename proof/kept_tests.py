@@ -12,7 +12,7 @@ def repaired(found: Found) -> list[str]:
 
 
 def none_lost(found: Found) -> Verdict:
-    """Judge that what passes without overlays passes with them."""
+    """Judge that every test that passes without overlays passes with them."""
     without, with_overlays = (set(found[way]["passed"]) for way in ("without", "with"))
     lost = sorted(without - with_overlays)
     figure = f"{len(without)} pass without, {len(with_overlays)} with; lost: {', '.join(lost) or 'none'}"
@@ -20,7 +20,7 @@ def none_lost(found: Found) -> Verdict:
 
 
 def rest_is_upstreams(found: Found) -> Verdict:
-    """Judge what fails with overlays: it has to fail without them, with the same error."""
+    """Judge that every test that fails with overlays fails without them, with the same error."""
     failed, stock = found["with"]["failed"], found["without"]["failed"]
     ours = sorted(name for name, error in failed.items() if stock.get(name) != error)
     if ours:

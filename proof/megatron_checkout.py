@@ -1,4 +1,4 @@
-"""A checkout of Megatron-LM that the user gives: what it is, and a copy of it to launch from.
+"""A checkout of Megatron-LM that the user gives: its version and commit, and a copy of it to launch from.
 
 Nothing is written into the checkout: Megatron compiles a module into its own folder before the first step.
 """
@@ -36,7 +36,7 @@ class Checkout:
 
 
 def copied(given: Path, folder: Path) -> Checkout:
-    """Copy what a launch needs of a checkout into an empty folder, and compile what Megatron would compile.
+    """Copy the files that a launch needs from a checkout into an empty folder, and compile the module that Megatron would compile.
 
     Raises:
         ProofError: it is no checkout with this launcher, or there is no C++ compiler for its module.

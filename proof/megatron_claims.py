@@ -10,13 +10,13 @@ from megatron_launches import BOTH, Launch, Layout, Way
 from megatron_series import ROUNDING, apart
 
 EXPECTED = ("dsa-sparse-attention", "dsa-indexer-streaming")
-"""What a model of this kind has to reach in every step, forward and backward."""
+"""Overlays that a model of this kind has to reach in every step, forward and backward."""
 NOISE = 2.0
 """How many times as far as two stock runs a run may be from a stock one, where they differ."""
 
 
 def run(found: Found, launch: Launch) -> Found:
-    """Return one launch of what was measured."""
+    """Return the measurements of one launch."""
     kept: Found = found["runs"][launch.name]
     return kept
 
@@ -41,7 +41,7 @@ def as_stock(layout: Layout) -> Claim:
     def judge(found: Found) -> Verdict:
         stock, ours = (run(found, Launch(way, layout)) for way in BOTH)
         noise = noise_of_stock(found)
-        losses, norms = (apart(ours[what], stock[what]) for what in ("losses", "norms"))
+        losses, norms = (apart(ours[series], stock[series]) for series in ("losses", "norms"))
         figure = f"worst relative difference from stock: loss {losses:.1e}, grad norm {norms:.1e}; stock runs differ by {noise:.1e}"
         agreed = bool(ours["ranks"] and ours["ranks"]["agreed"])
         if layout is not Layout.ONE:
@@ -68,7 +68,7 @@ def off(found: Found) -> Verdict:
 
 
 def used(found: Found) -> Verdict:
-    """Judge that what this model needs is reached in every step, and that nothing is in conflict."""
+    """Judge that the overlays that this model needs are reached in every step, and that none is in conflict."""
     kept = run(found, Launch(Way.OVERLAYS))
     calls = kept["calls"]
     reached = sum(decision == "active" for decision in kept["decisions"].values())

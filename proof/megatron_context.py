@@ -1,4 +1,4 @@
-"""Megatron-LM's own launcher over two context-parallel ranks, each with a part of every sequence, and what is claimed of it."""
+"""Megatron-LM's own launcher over two context-parallel ranks, each with a part of every sequence, and its claims."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNPINNED = Path(__file__).resolve().parent / "on_cpu_unpinned"
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return what each launch logged, of none where there is one device; and what the checkout is."""
+    """Return the log of each launch, of none on a host with one device, and the version of the checkout."""
     site = prepared(place)
     if site.sizes.host == "cpu":
         site = replace(site, sizes=replace(site.sizes, path=(UNPINNED,)))
@@ -29,7 +29,7 @@ def as_stock(found: Found) -> Verdict:
     """Judge that overlays change losses by no more than rounding, and that both ranks decide alike."""
     stock, ours, again = (run(found, each) for each in LAUNCHES)
     noise = apart(again["losses"], stock["losses"])
-    losses, norms = (apart(ours[what], stock[what]) for what in ("losses", "norms"))
+    losses, norms = (apart(ours[series], stock[series]) for series in ("losses", "norms"))
     agreed = bool(ours["ranks"] and ours["ranks"]["agreed"])
     lost = sum(ours["skipped"]) + sum(ours["nans"])
     figure = (

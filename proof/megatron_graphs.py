@@ -1,7 +1,7 @@
-"""Megatron's local CUDA graphs around attention, stock and with overlays: what is launched, and what is claimed of it.
+"""Megatron's local CUDA graphs around attention, stock and with overlays: the launches, and their claims.
 
 Whether sparse attention can be captured is for the run to say. Both ends are judged: overlays train under graphs as they do without,
-or what stops them stops stock in the same way.
+or the error that stops them stops stock in the same way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One launch of Megatron-LM's own `pretrain_hybrid.py`: how it is started, how it ended, and what is read of its log."""
+"""One launch of Megatron-LM's own `pretrain_hybrid.py`: how it is started, how it ended, and how its log is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 @dataclass(frozen=True)
 class Site:
-    """What launches of one measurement share."""
+    """The checkout, sizes and folder that the launches of one measurement share."""
 
     checkout: Checkout
     sizes: Sizes
@@ -27,7 +27,7 @@ class Site:
     """For audits and checkpoints."""
 
     def about(self) -> Found:
-        """Return what receipts say of it."""
+        """Return the fields of the receipts about it."""
         checkout = self.checkout
         return {
             "checkout": {"version": checkout.version, "commit": checkout.commit, LAUNCHER: checkout.launcher_sha256},
@@ -59,7 +59,7 @@ def launched(
     switches: Mapping[str, str] | None = None,
     ranks: int = 1,
 ) -> Found:
-    """Run the launcher once and return what it logged, and with overlays what was decided in it.
+    """Run the launcher once and return its log, and with overlays its decisions.
 
     Args:
         site: where.
@@ -111,7 +111,7 @@ def cause(text: str) -> str:
 
 
 LAST = 60
-"""Lines in which a cause is looked for: what was raised long before the end was caught."""
+"""Lines in which a cause is looked for: an error that was raised long before the end was caught."""
 OUT_OF_MEMORY = ("torch.OutOfMemoryError:", "torch.cuda.OutOfMemoryError:", "CUDA error: out of memory")
 
 
@@ -128,11 +128,11 @@ LOGGED = {
     "nans": "number of nan iterations",
     "ms": "elapsed time per iteration (ms)",
 }
-"""What is kept of a step, by the words of Megatron's log."""
+"""The numbers that are kept of a step, by their names in Megatron's log."""
 
 
 def steps(text: str) -> list[dict[str, float]]:
-    """Return the steps of a log, each with what its line names."""
+    """Return the steps of a log, each with the numbers that its line names."""
     found = []
     for line in text.splitlines():
         if not (begin := re.search(r"\biteration +(\d+)/ *\d+ \|", line)):
@@ -157,7 +157,7 @@ def graphs(text: str) -> int:
 
 
 def decided(audit: Found) -> Found:
-    """Return what an audit says: decisions, calls of what is active, and whether ranks agreed."""
+    """Return the content of an audit: decisions, calls of the active overlays, and whether ranks agreed."""
     decisions: Sequence[Found] = audit["decisions"]
     return {
         "decisions": {each["id"]: each["decision"] for each in decisions},

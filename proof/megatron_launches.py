@@ -1,4 +1,4 @@
-"""Megatron-LM's own `pretrain_hybrid.py`, launched in several ways: which launches there are, and with what words."""
+"""Megatron-LM's own `pretrain_hybrid.py`, launched in several ways: the launches, and their command lines."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ TAKES = f"{sum(each.layout is Layout.ONE for each in LAUNCHES)} launches on one 
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return what each launch logged, what was decided in it, and what the checkout is."""
+    """Return the log and the decisions of each launch, and the version of the checkout."""
     site = prepared(place)
     return {**site.about(), "steps": site.sizes.steps, "runs": all_of(LAUNCHES, site, say)}
 
 
 def all_of(launches: Sequence[Launch], site: Site, say: Say, *, may_fail: Collection[Launch] = ()) -> dict[str, Found]:
-    """Return what launches logged, of those that this host has the devices for.
+    """Return the logs of the launches that this host has the devices for.
 
     Args:
         launches: in their order: a run that saves comes before those that go on from its checkpoint.
         site: where.
-        say: what happens.
+        say: called with each line of progress.
         may_fail: launches whose bad end is an answer, too.
 
     Raises:
@@ -113,7 +113,7 @@ def ranks(launch: Launch) -> int:
 
 
 def arguments(launch: Launch, chosen: Sizes, folder: Path) -> list[str]:
-    """Return what one launch is given beside the sizes."""
+    """Return the arguments of one launch in addition to those of the sizes."""
     words = ["--train-iters", str(chosen.steps)]
     if launch.saves:
         words += ["--save", str(checkpoint(launch, folder)), "--save-interval", str(chosen.saved)]

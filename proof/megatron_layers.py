@@ -23,7 +23,7 @@ CALLED = (
     *("dsa-sparse-attention", "dsa-indexer-streaming", "mla-rope-key-gradient", "mamba2-int32-offsets"),
     *("masked-aux-loss-tokens", "expert-bias-padding-mask", "gathered-logits-loss"),
 )
-"""What these layers have to reach in every step."""
+"""Overlays that these layers have to reach in every step."""
 INPUTS = (LAUNCHERS / "every_layer_stack.py", INTERPRETED / "sitecustomize.py")
 
 
@@ -57,8 +57,8 @@ def _launched(model: Model, site: Site, say: Say) -> Found:
         began = time.monotonic()
         words = ["--train-iters", str(site.sizes.steps)]
         runs[way] = run = tried(site, f"{model.id} {way}", words, overlays=way == OURS, switches=switches)
-        what = f"{model.pattern} {model.rule.value}, {way}"
-        say(f"[{number}/{len(ways)}] Megatron: {what}: {ended(run)}, {time.monotonic() - began:.0f} s")
+        title = f"{model.pattern} {model.rule.value}, {way}"
+        say(f"[{number}/{len(ways)}] Megatron: {title}: {ended(run)}, {time.monotonic() - began:.0f} s")
     return runs
 
 
@@ -76,7 +76,7 @@ def trains_as_stock(model: Model, says: str) -> Claim:
         if "error" in ours or "error" in stock:
             return _of_an_end(stock, ours, missing(found))
         noise = apart(runs[ROUNDED]["losses"], stock["losses"]) if "losses" in runs.get(ROUNDED, {}) else 0.0
-        losses, norms = (apart(ours[what], stock[what]) for what in ("losses", "norms"))
+        losses, norms = (apart(ours[series], stock[series]) for series in ("losses", "norms"))
         lost = sum(ours["skipped"]) + sum(ours["nans"])
         first, last = ours["losses"][0], ours["losses"][-1]
         figure = (
@@ -90,7 +90,7 @@ def trains_as_stock(model: Model, says: str) -> Claim:
 
 
 def _of_an_end(stock: Found, ours: Found, absent: list[str]) -> Verdict:
-    """Return what is said where a launch, or both, ended before their last step."""
+    """Return the verdict where a launch, or both, ended before the last step."""
     same = ours.get("error") == stock.get("error")
     figure = f"not installed: {', '.join(absent)}; " if absent else ""
     figure += f"with overlays and without: {ended(ours)}" if same else f"{ended(ours)}; stock: {ended(stock)}"
@@ -102,7 +102,7 @@ def _trained(found: Found) -> bool:
 
 
 def used(found: Found) -> Verdict:
-    """Judge that what these layers need is reached in every step, and that nothing is in conflict."""
+    """Judge that the overlays that these layers need are reached in every step, and that none is in conflict."""
     run = found["models"][LATENT.id]["runs"][OURS]
     decisions, calls, steps = run["decisions"], run["calls"], len(run["losses"])
     active = sum(decision == "active" for decision in decisions.values())

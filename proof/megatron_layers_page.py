@@ -49,8 +49,8 @@ def _losses(runs: Found) -> list[str]:
     stopped = [f"- {way}: {ended(run)}, after {run['steps']} steps" for way, run in runs.items() if "error" in run]
     if stopped:
         return stopped
-    heads = [f"{what}, {way}" for what in ("loss", "grad norm") for way in (STOCK, OURS)]
-    columns = [runs[way][what] for what in ("losses", "norms") for way in (STOCK, OURS)]
+    heads = [f"{name}, {way}" for name in ("loss", "grad norm") for way in (STOCK, OURS)]
+    columns = [runs[way][series] for series in ("losses", "norms") for way in (STOCK, OURS)]
     rows = [
         [str(step), *(f"{each:.6g}" for each in row)] for step, row in enumerate(zip(*columns, strict=True), start=1)
     ]

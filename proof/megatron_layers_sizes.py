@@ -1,4 +1,4 @@
-"""Models with every type of layer: how large they are on a CPU and on a GPU, and what a launch of one needs there."""
+"""Models with every type of layer: their sizes on a CPU and on a GPU, and the requirements of a launch there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_sizes import LOCAL, REST, SPARSE, WITHOUT_KERNELS, Sizes
 
 INTERPRETED = Path(__file__).resolve().parent / "on_cpu_interpreted"
 PACKAGES = ("mamba-ssm", "einops", "fla-core")
-"""What Megatron takes Mamba-2 and gated delta nets from."""
+"""Packages from which Megatron takes Mamba-2 and gated delta nets."""
 
 
 class Rule(Enum):
-    """By what a gated delta net computes, as `launchers/every_layer_stack.py` names the stacks."""
+    """The implementation of a gated delta net, as `launchers/every_layer_stack.py` names the stacks."""
 
     IN_PYTORCH = "hybrid_stack_spec"
     BY_KERNELS = "with_kernels"
@@ -32,7 +32,7 @@ class Model:
 
     @property
     def is_latent(self) -> bool:
-        """Whether attention is over latent keys; Megatron refuses softmax attention beside that."""
+        """Whether attention is over latent keys; Megatron refuses softmax attention in the same model."""
         return "*" not in self.pattern
 
 
@@ -88,7 +88,7 @@ def _on_cpu(model: Model, host: Sizes, words: tuple[str, ...]) -> Sizes:
 
 
 def _on_gpu(model: Model, host: Sizes, words: tuple[str, ...]) -> Sizes:
-    """Small beside what a GPU holds: a launch takes half a minute to begin, whatever its size."""
+    """Return sizes that are small for a GPU: a launch takes half a minute to begin, whatever its size."""
     latent = (
         *SPARSE,
         *("--q-lora-rank", "256", "--kv-lora-rank", "512", "--qk-head-dim", "128"),

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits on a GPU, stock and with overlays: how it is looked for, and what is claimed of it."""
+"""The largest micro-batch that fits on a GPU, stock and with overlays: its search, and its claims."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_launches import BOTH, Way
 from processes import ProofError
 
 STEPS = 2
-"""The second one has the state of the optimizer beside everything else."""
+"""The second one has the state of the optimizer in addition to everything else."""
 MOST = 64
-"""Samples; nobody needs to know how many more there could be."""
+"""Samples; the search ends there, because larger numbers are of no interest."""
 TAKES = "about 8 launches of 2 steps on one GPU, 14 at most, none elsewhere"
 
 
@@ -32,7 +32,7 @@ def measure(place: Workplace, say: Say) -> Found:
 def largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
     """Return the largest size that fits of `begin` doubled again and again, or halved where that does not; 0 where none does.
 
-    What fits is looked for from where another way ended: each answer is a launch.
+    The search begins where that of another way ended: each answer is a launch.
     """
     size = max(1, begin)
     if fits(size):

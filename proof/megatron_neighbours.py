@@ -1,4 +1,4 @@
-"""Overlays of checkpoints with one of them switched off: what Megatron's launcher then saves, and what is claimed of it.
+"""Overlays of checkpoints with one of them switched off: the checkpoint that Megatron's launcher then saves, and the claims about it.
 
 Both launches of a pair train alike, and nothing in their logs tells them apart. Their checkpoints do.
 """
@@ -48,7 +48,7 @@ PARAMETERS = Pair(id="mixers", off=ORDER, switched_on=MIXERS)
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return what each launch decided and saved, of the pairs that the model of this host is for."""
+    """Return the decisions and the checkpoint of each launch, of the pairs that the model of this host is for."""
     site = prepared(place)
     pairs = [BUCKETS] if site.sizes.host == "cpu" else []
     pairs += [PARAMETERS] if "M" in site.sizes.pattern else []
@@ -82,7 +82,7 @@ def switch(overlay: str) -> str:
 
 
 def asked(checkpoint: Path) -> Found:
-    """Return what `megacpp_overlays checkpoint` says of one."""
+    """Return the output of `megacpp_overlays checkpoint` about one."""
     words = ["-m", "megacpp_overlays", "checkpoint", "--json", str(checkpoint)]
     said = json.loads(start(words, {}, cwd=checkpoint.parent, codes=(0, 1)))
     wrong = {each["name"]: each["says"] for each in said["parameters"] if not each["right"]}

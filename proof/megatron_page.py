@@ -80,7 +80,10 @@ def losses(found: Found, layout: Layout) -> list[str]:
     places = sorted({round(last * part / 6) for part in range(7)})
     heads = [f"{name}, {way.value}" for name in ("loss", "grad norm") for way in runs]
     rows = [
-        [str(place + 1), *(f"{run[what][place]:.6g}" for what in ("losses", "norms") for run in runs.values() if run)]
+        [
+            str(place + 1),
+            *(f"{run[series][place]:.6g}" for series in ("losses", "norms") for run in runs.values() if run),
+        ]
         for place in places
     ]
     return ["", f"{layout.value.capitalize()}:", "", *table(["step", *heads], rows)]

@@ -1,4 +1,4 @@
-"""The plot of a proof with Megatron-LM's own launcher: losses step by step, and on a GPU what a step takes."""
+"""The plot of a proof with Megatron-LM's own launcher: losses step by step, and on a GPU the time and the memory of a step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def svg(found: Found) -> str:
 
 
 def pairs(found: Found) -> list[Pair]:
-    """Return what is drawn as bars: nothing on a CPU, whose times and memory say nothing of a GPU's."""
+    """Return the pairs of bars; none on a CPU, whose times and memory do not predict a GPU's."""
     measured, batches = found["measured"]["megatron"], found["measured"].get("megatron-micro-batch")
     if not on_a_gpu(measured):
         return []
@@ -82,7 +82,7 @@ def pairs(found: Found) -> list[Pair]:
 
 
 def _losses(series: dict[Way, list[float]]) -> list[str]:
-    """Draw losses, each decade as high as another: what is learnt last would lie on the axis else."""
+    """Draw losses on a logarithmic axis: on a linear one the last steps would lie on the axis."""
     values = [value for each in series.values() for value in each]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     steps, right = len(series[Way.STOCK]), LEFT + ACROSS

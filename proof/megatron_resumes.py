@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM's own launcher: runs that save and runs that go on from them, stock and with overlays, and what is claimed."""
+"""Checkpoints of Megatron-LM's own launcher: runs that save and runs that go on from them, stock and with overlays, and their claims."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TAKES = f"6 launches on one GPU, {len(LAUNCHES)} elsewhere"
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return what each launch logged, and what the checkout is."""
+    """Return the log of each launch, and the version of the checkout."""
     site = prepared(place)
     runs = all_of(LAUNCHES, site, say, may_fail=RESHARDED)
     return {**site.about(), "steps": site.sizes.steps, "saved": site.sizes.saved, "runs": runs}
@@ -61,7 +61,7 @@ def goes_on(found: Found) -> Verdict:
 def apart_later(resumed: Found, whole: Found) -> float:
     """Return the largest relative difference of two runs' losses after the first step of one that resumed.
 
-    A process of Megatron does not reset its sums after its first step, so what it logs of the second is the mean of both
+    A process of Megatron does not reset its sums after its first step, so the loss that it logs for the second is the mean of both
     (`training_log`, where `is_first_iteration`).
     """
     begin = whole["iterations"].index(resumed["iterations"][0])

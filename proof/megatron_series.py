@@ -1,4 +1,4 @@
-"""Two series of losses of Megatron's launcher: how far they are apart, and what is rounding."""
+"""The distance of two series of losses of Megatron's launcher, and the limit of rounding."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ REST = (
     *("--lr-decay-style", "constant"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
 )
-"""What does not depend on the layers: experts, numbers, data, and what is logged."""
+"""Arguments that do not depend on the layers: experts, numbers, data, and logging."""
 LOCAL = ("--transformer-impl", "local")
 ANYWHERE = ("--spec", "local_stack", "hybrid_stack_spec", *LOCAL, *SPARSE, *REST)
 """DeepSeek sparse attention over absorbed latent attention, an MLP and experts, in Megatron's local modules."""

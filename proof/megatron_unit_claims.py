@@ -59,7 +59,7 @@ def used(found: Found) -> Verdict:
 
 
 def rest_is_upstreams(found: Found) -> Verdict:
-    """Judge what fails with overlays: it has to fail without them, with the same error."""
+    """Judge that every test that fails with overlays fails without them, with the same error."""
     ours = [each.name for each in differences(found) if each.is_lost or each.is_another_failure]
     if ours:
         return Verdict(Outcome.FAILS, f"{len(ours)} fail otherwise than without overlays: {_some(ours)}")

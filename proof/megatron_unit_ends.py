@@ -9,8 +9,8 @@ from claims import Found
 from upstream_tests import WAYS
 
 KNOWN = ("passed", "failed", "skipped")
-"""Beside these a test is unreached where time was over before it, cut where time was over in it, and missing where its process
-knows nothing of it, or ended before it."""
+"""Outcomes that pytest reports. In addition a test is unreached where time was over before it, cut where time was over in it, and
+missing where its process did not collect it, or ended before it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Difference:
 
 
 def differences(found: Found) -> list[Difference]:
-    """Return what ended otherwise, of all groups."""
+    """Return the tests of all groups that ended differently."""
     gathered = []
     for group, ways in found["groups"].items():
         again = found["again"].get(group)

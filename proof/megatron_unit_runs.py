@@ -49,7 +49,7 @@ def run(group: Group, stand: Stand) -> Found:
     """Return how the tests of a group ended, as many as were finished in time.
 
     Raises:
-        ProofError: the process ended before it knew what there is to do.
+        ProofError: the process ended before it had collected the tests.
     """
     here = stand.root / f"run-{group.id}-{time.monotonic_ns()}"
     here.mkdir()
@@ -72,7 +72,7 @@ def run(group: Group, stand: Stand) -> Found:
 
 
 def ended(lines: Sequence[Found], code: int | None) -> Found:
-    """Return the outcomes of tests from what `launchers/finished.py` wrote, whole or cut off.
+    """Return the outcomes of tests from the lines of `launchers/finished.py`, whole or cut off.
 
     Args:
         lines: in their order.
@@ -121,7 +121,7 @@ def ended(lines: Sequence[Found], code: int | None) -> Found:
 
 
 def _process(group: Group, stand: Stand, here: Path, rank: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of one rank. What the first rank finished is what counts."""
+    """Return the command and the environment of one rank. Only the outcomes of the first rank count."""
     own = here / "tmp" / str(rank)
     own.mkdir()
     env = {

@@ -1,4 +1,4 @@
-"""Megatron-LM's own unit tests of what overlays replace, without overlays and with: both ways of each group side by side."""
+"""Megatron-LM's own unit tests of the code that overlays replace, run without overlays and with: both ways of a group side by side."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def measure(place: Workplace, say: Say) -> Found:
     first = site.checkout.folder
     ready_for_tests(first, place.checkout or first)
     shutil.copytree(first, second := first.with_name("second"))
-    stands = [
+    sides = [
         Stand(root, site.sizes.env, site.sizes.path, armed, LIMIT_S, place.ranks)
         for root, armed in ((first, False), (second, True))
     ]
     found: Found = {key: site.about()[key] for key in ("checkout", "host")}
-    found |= {"ranks": place.ranks, "limit_s": LIMIT_S, "groups": _both(groups, stands, say), "again": {}}
+    found |= {"ranks": place.ranks, "limit_s": LIMIT_S, "groups": _both(groups, sides, say), "again": {}}
     if again := [group for group in groups if differing(found["groups"][group.id])]:
         say(f"once more, because the two ways differ: {', '.join(group.title for group in again)}")
-        found["again"] = _both(again, stands, say)
+        found["again"] = _both(again, sides, say)
     return found
 
 
-def _both(groups: Sequence[Group], stands: Sequence[Stand], say: Say) -> Found:
+def _both(groups: Sequence[Group], sides: Sequence[Stand], say: Say) -> Found:
     """Return the outcomes of groups by id and way; as many processes at once as fit."""
-    ranks = max(stand.ranks for stand in stands)
+    ranks = max(stand.ranks for stand in sides)
     workers = max(2, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // (2 * ranks)))
 
     def timed(group: Group, stand: Stand) -> Found:
@@ -60,6 +60,6 @@ def _both(groups: Sequence[Group], stands: Sequence[Stand], say: Say) -> Found:
 
     with ThreadPoolExecutor(workers) as pool:
         waiting = {
-            group.id: {WAYS[stand.armed]: pool.submit(timed, group, stand) for stand in stands} for group in groups
+            group.id: {WAYS[stand.armed]: pool.submit(timed, group, stand) for stand in sides} for group in groups
         }
         return {name: {way: each.result() for way, each in ways.items()} for name, ways in waiting.items()}

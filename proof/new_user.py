@@ -1,9 +1,9 @@
-"""Ask four questions as a new user does, in a fresh environment, and keep what was typed, what it printed and how long it took.
+"""Ask four questions as a new user does, in a fresh environment, and keep each command line, its output and its time.
 
 new_user.py --lock locks/summer-2026.txt --json proof/results/new-user.json --write proof/results/new-user.md
 
 The environment is made of a lock and thrown away. The exit code is 1 where a command ends with another code than it should, does not
-print what answers the question, or where a question takes longer than its limit, which is minutes for what takes seconds.
+print the answer, or where a question takes longer than its limit, which is minutes for commands of seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ of a command, {machine}. Longer output is cut in the middle.
 
 
 class Command(NamedTuple):
-    """A command line, and what it has to print."""
+    """A command line, and the words that it has to print."""
 
     line: str
     says: tuple[str, ...] = ()
@@ -136,9 +136,9 @@ HEAD, TAIL = 34, 14
 
 
 def main() -> int:
-    """Ask, write the receipts and their page; return 1 where an answer is not what it should be."""
+    """Ask, write the receipts and their page; return 1 where an answer is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lock", type=Path, required=True, help="what the environment is made of")
+    parser.add_argument("--lock", type=Path, required=True, help="the lock of the environment")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="receipts")
     parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="the page")
     given = parser.parse_args()
@@ -152,7 +152,7 @@ def main() -> int:
 
 
 def measured(lock: Path, folder: Path) -> dict[str, Any]:
-    """Make an environment in a folder, ask every question in it, and return what was printed and what is wrong with it."""
+    """Make an environment in a folder, ask every question in it, and return the outputs and their problems."""
     environment = folder / "venv"
     _made(environment, lock)
     work = folder / "work"
@@ -173,7 +173,7 @@ def measured(lock: Path, folder: Path) -> dict[str, Any]:
 
 
 def ran(command: Command, environment: Path, work: Path) -> dict[str, Any]:
-    """Run a command line in the environment, and return what it printed, its code and its seconds."""
+    """Run a command line in the environment, and return its output, its code and its seconds."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACPP_", "PYTHON"))}
     env = {
         **ours,
@@ -196,7 +196,7 @@ def ran(command: Command, environment: Path, work: Path) -> dict[str, Any]:
 
 
 def problems(question: Question, found: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the answers to a question."""
+    """Yield the problems of the answers to a question."""
     for command, answer in zip(question.commands, found["answers"], strict=True):
         if answer["code"] != command.code:
             yield f"{question.asked} {command.line}: ended with {answer['code']}, not {command.code}: {answer['printed'][-400:]}"

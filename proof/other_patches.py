@@ -5,7 +5,7 @@ other_patches.py --json proof/results/other-patches.json --only verl
 
 Every library gets two processes: its patches are applied before this package is imported, and after. Overlays that are off
 by default are on. A function matters to an overlay if its probe says something else of the source without the body of that
-function. The exit code is 1 where such a function was replaced and the audit does not name what replaced it.
+function. The exit code is 1 where such a function was replaced and the audit does not name its replacement.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def main() -> int:
     """Measure the libraries that are asked for, write the receipts and the page; return 1 if the audit missed something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="receipts; kept for what --only leaves out"
+        "--json",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="receipts; libraries that --only leaves out keep theirs",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page")
     parser.add_argument("--only", action="append", choices=LIBRARIES, help="a library; may be repeated")
@@ -73,7 +77,7 @@ def main() -> int:
 
 
 def measure(found: Measured, libraries: Iterable[str]) -> Iterator[str]:
-    """Run the processes and put what they saw among the receipts; yield each library when it is done."""
+    """Run the processes and add their results to the receipts; yield each library when it is done."""
     overlays = [each for each in registry.load() if isinstance(each, Overlay)]
     targets = list(dict.fromkeys(each.target.module for each in overlays))
     tree = CachedTree(InstalledTree())
@@ -92,7 +96,7 @@ def measure(found: Measured, libraries: Iterable[str]) -> Iterator[str]:
 
 
 def process(library: str, order: str, overlays: Iterable[Overlay], targets: Iterable[str]) -> Measured:
-    """Run one process with every overlay on, and return what it saw, without the folder of its packages."""
+    """Run one process with every overlay on, and return its result, without the folder of its packages."""
     switches = {f"MEGACPP_OVERLAY_{each.id.upper().replace('-', '_')}": "on" for each in overlays if each.opt_in}
     wrote = start([CHILD, library, order, *targets], ON_CPU | switches, cwd=HERE)
     line = next(line for line in reversed(wrote.splitlines()) if line.startswith('{"'))
@@ -136,7 +140,7 @@ def differences(stock: Iterable[Mapping[str, Any]], patched: Iterable[Mapping[st
 
 
 def is_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether two decisions differ in what a reader sees."""
+    """Return whether two decisions differ in a field that the page shows."""
     return any(before[key] != now[key] for key in ("decision", "reason", "around"))
 
 

@@ -84,7 +84,7 @@ def section(found: Mapping[str, Any]) -> list[str]:
 
 
 def in_source(library: str) -> list[str]:
-    """Return the lines about what was read in the source of a library."""
+    """Return the lines about patches that were read in the source of a library."""
     read = READ_IN_SOURCE.get(library, ())
     return ["", "### Read in its source, not run", "", *(f"- {line}" for line in read)] if read else []
 
@@ -109,7 +109,7 @@ def names(found: Mapping[str, Any]) -> list[str]:
 
 
 def audit_of(name: Mapping[str, Any], decisions: Sequence[Mapping[str, Any]]) -> str:
-    """Return what an audit says of the parts that a replaced name matters to."""
+    """Return the words of an audit about the parts that a replaced name matters to."""
     words = set()
     for part in name["matters_to"]:
         decision = decision_of(part, decisions)

@@ -107,7 +107,7 @@ def _losses(found: Found, data: Data) -> list[str]:
     places = sorted({round(last * part / 6) for part in range(7)})
     words = {Data.PROMPTS: "The first tokens of a row do not count", Data.WEIGHTS: "Every token counts, some more"}
     rows = [
-        [str(place + 1), *(f"{runs[way][what][place]:.6g}" for what in ("losses", "norms") for way in ways)]
+        [str(place + 1), *(f"{runs[way][series][place]:.6g}" for series in ("losses", "norms") for way in ways)]
         for place in places
     ]
     heads = [f"{name}, {way.value}" for name in ("loss", "grad_norm") for way in ways]

@@ -8,9 +8,9 @@ from typing import Any
 from claims import Found
 
 ALIKE = ("host", "quick")
-"""What all parts have to have been measured with."""
+"""Fields that must be the same in all parts."""
 SHARED = ("versions", "inputs")
-"""Of these, what two parts both name."""
+"""Fields in which the names that two parts share must have the same values."""
 
 
 class PartsError(ValueError):
@@ -22,7 +22,7 @@ def joined(parts: Sequence[Found], names: Sequence[str]) -> Found:
 
     Args:
         parts: receipts.
-        names: of their files, for what is said of them.
+        names: of their files, for error messages.
 
     Raises:
         PartsError: two were measured with other things, or both have a subject.
@@ -54,6 +54,6 @@ def joined(parts: Sequence[Found], names: Sequence[str]) -> Found:
     return found if others else first
 
 
-def _same(what: str, one: Any, other: Any, of: str, name: str) -> None:
+def _same(field: str, one: Any, other: Any, of: str, name: str) -> None:
     if one != other:
-        raise PartsError(f"{what}: {one} in {of}, {other} in {name}: these are not parts of one proof")
+        raise PartsError(f"{field}: {one} in {of}, {other} in {name}: these are not parts of one proof")

@@ -125,4 +125,4 @@ READ_IN_SOURCE = {
         "An export of Eagle replaces `TEDotProductAttention.forward` for the time of a call and puts it back.",
     ),
 }
-"""By library: what its source does at other times than its import and its patches, which the processes here do not see."""
+"""By library: replacements that its source makes outside of its import and its patches, which the processes here do not see."""

@@ -1,4 +1,4 @@
-"""The plot of a proof: what the Trainer logs, stock, with the overlay, and with PyTorch's own loss."""
+"""The plot of a proof: the series that the Trainer logs, stock, with the overlay, and with PyTorch's own loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Panel(NamedTuple):
 
 
 class Line(NamedTuple):
-    """How one way is drawn, and where it stands in the legend."""
+    """The style of one way, and its place in the legend."""
 
     way: Way
     kind: str
@@ -34,7 +34,7 @@ PANELS = (
     Panel("Loss where the first tokens do not count", Data.PROMPTS, "losses", 60),
     Panel("grad_norm where every token counts, some more", Data.WEIGHTS, "norms", 490),
 )
-LINES = (  # from the bottom up: what is equal lies within what it is equal to
+LINES = (  # from the bottom up: of two equal lines, the narrower lies within the broader
     Line(Way.TORCH, "other", 7, "PyTorch's loss, the broad line", 520),
     Line(Way.STOCK, "wrong", 2, "stock liger-kernel 0.8.1", 20),
     Line(Way.OVERLAY, "ours", 2, "the same, launched by megacpp_overlays run", 200),

@@ -1,4 +1,4 @@
-"""Processes of a proof: a Python with an environment of its own, and what to say when it ends badly."""
+"""Processes of a proof: a Python with an environment of its own, and the message when it ends badly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """On the CPU whatever the host has, with one thread, so that the same sums have the same bits."""
 LIMIT_S = 1800.0
-"""Only ends what would never end."""
+"""Ends a process that would hang."""
 RUN = ("-m", "megacpp_overlays", "run")
 LINES = 15
 TORCHRUN_REPORTS = "torch/distributed/elastic/multiprocessing/api.py"
@@ -41,17 +41,17 @@ def start(
     cwd: Path,
     codes: tuple[int, ...] = (0,),
 ) -> str:
-    """Run Python, wait for it, and return what it wrote to its standard output, and then what it wrote to the other.
+    """Run Python, wait for it, and return its standard output followed by its standard error.
 
     Args:
         words: of its command line.
-        env: variables beside those of this process; no switch of this package is inherited.
+        env: variables in addition to those of this process; no switch of this package is inherited.
         path: folders that come first on its path.
         cwd: where it runs.
         codes: with which it may end.
 
     Raises:
-        EndedError: it ended otherwise; the end of what it wrote is in the text.
+        EndedError: it ended otherwise; the end of its output is in the text.
         ProofError: it did not end.
     """
     command = [sys.executable, "-W", "ignore", *words]
@@ -70,7 +70,7 @@ def start(
 
 
 def variables(env: Mapping[str, str], path: Sequence[Path]) -> dict[str, str]:
-    """Return the environment of a process: that of this one without switches of this package, and what is given."""
+    """Return the environment of a process: that of this one without switches of this package, and the given variables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACPP_", "PYTHON"))}
     clean |= {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
     return {**clean, **env}
@@ -85,7 +85,7 @@ def _shown(words: Sequence[str | Path]) -> str:
 
 
 def _without_report(text: str) -> list[str]:
-    """Return the lines of what a process wrote up to torchrun's own traceback."""
+    """Return the lines of an output up to torchrun's own traceback."""
     lines = text.rstrip().splitlines()
     reported = [place for place, line in enumerate(lines) if TORCHRUN_REPORTS in line]
     return lines[: reported[0] if reported else None]

@@ -1,4 +1,4 @@
-"""The proofs that can be asked for: what each is about, and what it is made with."""
+"""The proofs that can be asked for, with their subjects and inputs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ BRIDGE_NEEDED = (
     "megacpp-overlays",
 )
 INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
-"""What decides everything that is measured; their hashes are on the page."""
+"""Files that decide every measurement; their hashes are on the page."""
 MEGATRON_INPUTS = ("locks/proof.txt", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py")
 BRIDGE_INPUTS = (
     *("locks/bridge.txt", "locks/bridge-source.txt", "proof/launchers/bridge_pretrain.py"),

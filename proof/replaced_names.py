@@ -1,4 +1,4 @@
-"""Snapshots of the names of loaded modules: which functions and classes were replaced in between, and by what code.
+"""Snapshots of the names of loaded modules: the functions and classes that were replaced in between, and the code of each replacement.
 
 Two snapshots of one process are compared by identity, so a replacement of equal text counts, too. A snapshot keeps the
 objects themselves: an address that is free may be given to another object.
@@ -24,7 +24,7 @@ class ReplacedName(NamedTuple):
     was: str
     """The object before, by its own module and name; `None` where the module was not loaded yet."""
     now: str
-    """The object after, by the module and the name that its code has: a wrapper may call itself what it wraps."""
+    """The object after, by the module and the name that its code has: a wrapper may have the name of the function that it wraps."""
     place: str
     """The file and line of a function's code; empty for anything else."""
     defined: tuple[str, str]

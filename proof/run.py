@@ -1,4 +1,4 @@
-"""Prove claim by claim, on a CPU, what overlays do to launchers and tests of others; `make proof-cpu` runs it.
+"""Prove claim by claim, on a CPU, the effects of overlays on third-party launchers and tests; `make proof-cpu` runs it.
 
     .envs/proof/bin/python proof/run.py --json FILE --write FILE.md --plot FILE.svg
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
@@ -49,7 +49,7 @@ ARCHIVES = ROOT / ".cache/proof"
 
 
 def main() -> int:
-    """Prove what is asked for, write what is asked for, and return the exit code."""
+    """Run the proof and write the files that the command line names; return the exit code."""
     chosen = parse_arguments()
     if chosen.page:
         try:
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def measured(chosen: argparse.Namespace) -> Found:
-    """Return what was proved, with the host, versions and inputs that it was proved with."""
+    """Return the results of the proof, with its host, versions and inputs."""
     began = time.monotonic()
     proof = asked_for(chosen)
     head: Found = {
@@ -110,7 +110,7 @@ def asked_for(chosen: argparse.Namespace) -> Proof:
 
 
 def host(*, on_gpus: bool) -> Found:
-    """Return what is measured on; the GPU only where it is asked to compute."""
+    """Return the host; with its GPU only where the GPU computes."""
     if on_gpus and has_gpu():
         found: Found = timing.about("cuda")["host"]
         return found
@@ -125,8 +125,8 @@ def has_gpu() -> bool:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line, and refuse what would only fail later."""
-    parser = argparse.ArgumentParser(description="Prove claim by claim what overlays do, on a CPU.")
+    """Read the command line, and refuse options that would only fail later."""
+    parser = argparse.ArgumentParser(description="Prove claim by claim the effects of overlays, on a CPU.")
     parser.add_argument(
         "--page",
         type=Path,

@@ -1,4 +1,4 @@
-"""Measure subjects, judge their claims, say what happens meanwhile."""
+"""The runner of a proof: it measures subjects, judges their claims and reports progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prove(
     ranks: int = 1,
     keep: Callable[[Found], None] = lambda _: None,
 ) -> Found:
-    """Return what was measured, what is said of each claim, and the problems there were.
+    """Return the measurements, the outcome of each claim, and the problems.
 
     `keep` is called with as much of that as there is after each subject: the next one may be cut off.
     """
@@ -52,7 +52,7 @@ def prove(
 
 
 def judge(claim: Claim, found: Found | None) -> Verdict:
-    """Return what is said of a claim; what was not measured fails."""
+    """Return the verdict on a claim; a claim without a measurement fails."""
     if found is None:
         return Verdict(Outcome.FAILS, "not measured: see the error")
     return claim.judge(found)

@@ -10,18 +10,18 @@ from trainer_launches import OVERLAY, Data, Launch, Way
 from trainer_sizes import BITS, NEAR
 
 WRONG = 0.1
-"""Relative: above it nobody speaks of rounding."""
+"""Relative: a larger difference is not rounding."""
 
 
 def run(found: Found, data: Data, way: Way) -> Found:
-    """Return one run of what was measured."""
+    """Return the measurements of one run."""
     kept: Found = found["runs"][Launch(data, way).name]
     return kept
 
 
-def worst(found: Found, data: Data, way: Way, what: str, *, true: Way = Way.TORCH) -> float:
+def worst(found: Found, data: Data, way: Way, series: str, *, true: Way = Way.TORCH) -> float:
     """Return the largest relative difference from PyTorch, or another way, over all steps, of `losses` or of `norms`."""
-    pairs = zip(run(found, data, way)[what], run(found, data, true)[what], strict=True)
+    pairs = zip(run(found, data, way)[series], run(found, data, true)[series], strict=True)
     errors = [0.0 if ours == wanted else _off(ours, wanted) for ours, wanted in pairs]
     return max(math.inf if math.isnan(error) else error for error in errors)
 
@@ -57,7 +57,7 @@ def equals_torch(data: Data, way: Way) -> Claim:
     """Return the claim that a way trains as PyTorch does."""
 
     def judge(found: Found) -> Verdict:
-        losses, norms = (worst(found, data, way, what) for what in ("losses", "norms"))
+        losses, norms = (worst(found, data, way, series) for series in ("losses", "norms"))
         same = sum(
             ours == true
             for ours, true in zip(run(found, data, way)["losses"], run(found, data, Way.TORCH)["losses"], strict=True)
@@ -95,7 +95,7 @@ def decided(found: Found) -> Verdict:
 
 
 def used(found: Found) -> Verdict:
-    """Judge that what is active was reached in every step: an overlay that nothing calls proves nothing."""
+    """Judge that the active overlay was reached in every step: an overlay that is never called proves nothing."""
     steps, kept = found["steps"], run(found, Data.PROMPTS, Way.OVERLAY)
     others = [run(found, data, way)["calls"] for data, way in ((Data.WEIGHTS, Way.OFF), (Data.PROMPTS, Way.NEWER))]
     figure = f"its seams were called {kept['calls']} times in {steps} steps, forward and backward; {sum(others)} times where it is off or retired"
@@ -107,13 +107,13 @@ def repeated(data: Data, way: Way, other: Way) -> Callable[[Found], Verdict]:
 
     def judge(found: Found) -> Verdict:
         these, those = (run(found, data, each) for each in (way, other))
-        pairs = [pair for what in ("losses", "norms") for pair in zip(these[what], those[what], strict=True)]
+        pairs = [pair for series in ("losses", "norms") for pair in zip(these[series], those[series], strict=True)]
         same = sum(this == that for this, that in pairs)
         figure = f"{same} of {len(pairs)} losses and grad_norms have the same bits"
         near = NEAR[found["host"]].repeated
         if near == BITS:
             return Verdict.of(figure, holds=same == len(pairs))
-        losses, norms = (worst(found, data, way, what, true=other) for what in ("losses", "norms"))
+        losses, norms = (worst(found, data, way, series, true=other) for series in ("losses", "norms"))
         figure += f"; worst relative difference: loss {losses:.1e}, grad_norm {norms:.1e}"
         return Verdict.of(figure, holds=max(losses, norms) <= near)
 

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, launched in several ways: what is launched, and the losses that it logs."""
+"""The Trainer of transformers, launched in several ways: the launches, and the losses that they log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_IMPORT = (
 
 
 class Data(Enum):
-    """What the launcher trains on."""
+    """The data that the launcher trains on."""
 
     PROMPTS = "prompts"
     """The first tokens do not count, as in tuning on answers."""
@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The key of the run in what is kept."""
+        """The key of the run in the receipts."""
         return f"{self.data.value}, {self.way.value}"
 
 
@@ -65,7 +65,7 @@ LAUNCHES = (
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return the losses and gradient norms of every launch, and what was decided in it."""
+    """Return the losses and gradient norms of every launch, and its decisions."""
     chosen = sizes(on_gpu=place.on_gpu, quick=place.quick)
     newer = unpack(place.archives, LIGER, "src", place.folder)
     runs = {}
@@ -79,7 +79,7 @@ def measure(place: Workplace, say: Say) -> Found:
 
 
 def launched(launch: Launch, chosen: Sizes, newer: Path, folder: Path) -> Found:
-    """Run the launcher once and return what it logged."""
+    """Run the launcher once and return its log."""
     log, audit = folder / f"{launch.name}.json", folder / f"{launch.name}.audit.json"
     words: list[str | Path] = [LAUNCHER, "--log", log, "--steps", str(chosen.steps), "--data", launch.data.value]
     words += chosen.words

@@ -36,14 +36,14 @@ class Sizes:
 
     host: str
     says: str
-    """What a page says of it."""
+    """The words of the page about it."""
     words: tuple[str, ...]
     steps: int
     env: Mapping[str, str]
 
 
 def sizes(*, on_gpu: bool, quick: bool) -> Sizes:
-    """Return what is trained on the first GPU, or on a CPU whatever the host has."""
+    """Return the sizes of the model for the first GPU; without `on_gpu` for a CPU, even on a host with GPUs."""
     if not on_gpu:
         says = "fp32, one thread, Triton's interpreter"
         return Sizes("cpu", says, (), 8 if quick else 30, ON_CPU)

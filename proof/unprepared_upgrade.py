@@ -1,10 +1,10 @@
-"""Take the environment of this Python through an upgrade that nobody prepared, and train in it.
+"""Take the environment of this Python through an unprepared upgrade, and train in it.
 
 unprepared_upgrade.py --known-until megatron-core=0.18.2 --json proof/results/unprepared-upgrade.json \
     --write proof/results/unprepared-upgrade.md [--quick] [--keep FOLDER]
 
 Everything that this package read in newer releases is forgotten, in every process of this program alone. `megacpp-overlays
-witness` proves what is unproved then. With the witnesses that it keeps, the demo and the table of `proof/differential` run.
+witness` proves the overlays that are unproved then. With the witnesses that it keeps, the demo and the table of `proof/differential` run.
 The exit code is 1 where an overlay is wrong, or a step of the demo or a row of the table is.
 """
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def measured(known_until: str, folder: Path, is_quick: bool, workers: int) -> dict[str, Any]:
-    """Return what the day came to: each overlay before and after the proof, the demo, and the rows of the table.
+    """Return the results of the day: each overlay before and after the proof, the demo, and the rows of the table.
 
     Args:
         known_until: `DISTRIBUTION=VERSION`, the newest release of which anything is remembered.

@@ -1,4 +1,4 @@
-"""Tests of an upstream, run without overlays and with: how each ended, and what of the overlays was called."""
+"""Tests of an upstream, run without overlays and with: their outcomes, and the overlays that they called."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def both_ways(
     """Return the outcomes of both runs by `without` and `with`, those of `with` with calls and conflicts of overlays.
 
     Args:
-        whose: tests they are, for what is said meanwhile.
+        whose: tests they are, for lines of progress.
         chosen: words for pytest: files, and which of their tests.
         env: see `processes.start`.
         path: folders that come first on Python's path, before that of the plugin.
         root: where they are run; outcomes are left there.
-        say: what happens.
+        say: called with each line of progress.
     """
     (root / "pytest.ini").write_text("[pytest]\n")  # neither their settings nor those of a checkout around this folder
     found: Found = {}

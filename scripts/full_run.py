@@ -4,7 +4,7 @@ full_run.py show                             print it, and how many commits came
 full_run.py record tests --junit FILE        write that all tests passed, from the report of a run that ended now
 full_run.py record mutants|faults            write that this part passed, right after it has
 
-`make test` prints it, because it does not run what is marked `full`; `make test-all` writes it, part by part. A run counts for the
+`make test` prints it, because it does not run tests that are marked `full`; `make test-all` writes it, part by part. A run counts for the
 commit that is checked out, so nothing may be edited but the record itself.
 """
 
@@ -62,7 +62,7 @@ def commit() -> dict[str, Any]:
     """Return which commit is checked out, the date and the host.
 
     Raises:
-        ValueError: what is checked out is no commit.
+        ValueError: the checkout has uncommitted changes.
     """
     edited = [line[3:] for line in _git("status", "--porcelain").splitlines()]
     if others := [path for path in edited if path != str(RECORD.relative_to(ROOT))]:
@@ -106,10 +106,10 @@ def _last_green(found: dict[str, Any] | None) -> str:
         return "no green run is recorded"
     since = _git("rev-list", "--count", f"{found['commit']}..HEAD", check=False)
     age = f"{since} commits ago" if since else "which this clone does not have"
-    told = (
+    summary = (
         f"; {found['passed']} passed, {found['skipped']} skipped, {found['minutes']} min" if "passed" in found else ""
     )
-    return f"last green on {found['date']} at {found['commit'][:10]}, {age}{told}; {found['host']}"
+    return f"last green on {found['date']} at {found['commit'][:10]}, {age}{summary}; {found['host']}"
 
 
 def _git(*words: str, check: bool = True) -> str:

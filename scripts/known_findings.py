@@ -94,7 +94,7 @@ def published_releases(archives: Path) -> dict[str, dict[str, str]]:
 
 
 def differing_of_newest(archives: Path) -> Iterator[str]:
-    """Yield kept findings for the newest release of each distribution that differ from what the probes find."""
+    """Yield kept findings for the newest release of each distribution that differ from the findings of the probes."""
     kept = json.loads(known.FILE.read_text(encoding="utf-8"))
     if (kept["probes"], tuple(kept["pythons"])) != (known.code(), PYTHONS):
         yield f"{known.FILE.name}: it was written with other probes"

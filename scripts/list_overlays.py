@@ -1,7 +1,7 @@
 """Write the list that answers for the declarations of this package until one is needed: megacpp_overlays/loader/listed.py.
 
 list_overlays.py           write it
-list_overlays.py --check   exit 1 if it is not the list of what `overlays/` declares
+list_overlays.py --check   exit 1 if it differs from the declarations in `overlays/`
 """
 
 from __future__ import annotations

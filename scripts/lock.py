@@ -96,7 +96,7 @@ def problems(lock: Path) -> list[str]:
     """Return the reasons against a lock: differences from its lane, or from this machine."""
     lane = lock.with_suffix(".in")
     if not lane.is_file():
-        return [f"there is no {_name(lane)}, so nothing says what this lock is for"]
+        return [f"there is no {_name(lane)}, so the purpose of this lock is not known"]
     if not lock.is_file():
         return ["there is no such lock: run `make lock`"]
     declared, kept = metadata(lane), metadata(lock)
@@ -109,7 +109,7 @@ def problems(lock: Path) -> list[str]:
         if kept.get(name) != declared.get(name)
     ]
     if kept.get("inputs") != inputs(lane):
-        found.append(f"{_name(lane)}, or what it includes, has changed since this lock was made")
+        found.append(f"{_name(lane)}, or a file that it includes, has changed since this lock was made")
     text = lock.read_text()
     pins = {_canonical(name): version for name, version in PIN.findall(text)}
     for name, version in EXACT.findall("\n".join(_requirements(lane))):
@@ -117,7 +117,7 @@ def problems(lock: Path) -> list[str]:
             found.append(f"{_name(lane)} wants {name} {version}, the lock has {pins.get(_canonical(name), 'none')}")
     found += [f"{each} has no hash" for each in _without_hash(text)]
     if found:
-        return [*found, "run `make lock`, and review what it changes"]
+        return [*found, "run `make lock`, and review its changes"]
     return _machine_problems(declared)
 
 

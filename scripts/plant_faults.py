@@ -46,7 +46,7 @@ class FaultError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A mutant: one edit of one file, and what has to notice it."""
+    """A mutant: one edit of one file, and the tests or the command that have to notice it."""
 
     id: str
     kind: str
@@ -82,7 +82,7 @@ class Fault:
         return text.replace(self.old, self.new)
 
     def run(self) -> Run:
-        """Run what has to notice the fault as `make test` would, up to the first test that fails."""
+        """Run the tests or the command that have to notice the fault as `make test` would, up to the first test that fails."""
         return run(shlex.split(self.command) if self.command else [*PYTEST, "--kept", "-x", *self.caught_by])
 
 
@@ -115,8 +115,10 @@ class Outcome(NamedTuple):
         return self.ended.is_red(self.fault)
 
     def __str__(self) -> str:
-        told = f"`{self.ended.noticed_by(self.fault)}`" if self.is_noticed else f"**nothing** (exit {self.ended.code})"
-        return f"| {self.fault.id} | {self.fault.kind} | {told} | {self.ended.seconds:.0f} |"
+        noticed = (
+            f"`{self.ended.noticed_by(self.fault)}`" if self.is_noticed else f"**nothing** (exit {self.ended.code})"
+        )
+        return f"| {self.fault.id} | {self.fault.kind} | {noticed} | {self.ended.seconds:.0f} |"
 
 
 HEAD = "| fault | kind | what notices it | seconds |\n|---|---|---|---|"
@@ -198,7 +200,7 @@ def check_green(faults: Sequence[Fault]) -> None:
 
 
 def plant(fault: Fault) -> Outcome:
-    """Put one fault in, run what has to notice it, and take it out again.
+    """Put one fault in, run the tests or the command that have to notice it, and take it out again.
 
     Raises:
         FaultError: it does not fit the file.

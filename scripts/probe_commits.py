@@ -1,8 +1,8 @@
 """Run every probe of a distribution over commits of its repository, and compare with an earlier run.
 
-probe_commits.py REPOSITORY                   what each probe finds, grouped by finding
+probe_commits.py REPOSITORY                   the finding of each probe, grouped by finding
 probe_commits.py REPOSITORY --keep FILE       the same, kept as JSON
-probe_commits.py REPOSITORY --against FILE    only what differs from a kept run; exit 1 if something was lost
+probe_commits.py REPOSITORY --against FILE    only differences from a kept run; exit 1 if something was lost
 
 The commits are the heads of the branches, one commit a week before them, and the head of every pull request that a
 probe, a declaration or a page of the inventory names, as far as the repository has it. Nothing is checked out, fetched or
@@ -34,7 +34,7 @@ _RECOGNISED = {Verdict.BROKEN.value, Verdict.FIXED.value}
 
 
 class Found(NamedTuple):
-    """What a probe found in one commit."""
+    """The finding of a probe in one commit."""
 
     verdict: str
     shape: str | None
@@ -127,7 +127,7 @@ def pull_heads(repository: Path, numbers: Iterable[int]) -> tuple[dict[str, str]
 
 
 def probed(repository: Path, commits: dict[str, str], overlays: Sequence[Erratum]) -> Run:
-    """Return what every probe finds in every commit that holds a package of the distribution."""
+    """Return the finding of every probe in every commit that holds a package of the distribution."""
     packages, found = matrix.packages(overlays), defaultdict[str, dict[str, Found]](dict)
     by_commit: dict[str, dict[str, Found]] = {}
     for name, commit in commits.items():

@@ -1,4 +1,4 @@
-"""Rehearse upgrades of Megatron-Core that nobody prepared, and write `proof/results/rehearsals.json` and its page.
+"""Rehearse unprepared upgrades of Megatron-Core, and write `proof/results/rehearsals.json` and its page.
 
 `rehearse.py [VERSION ...]`, releases to upgrade to; all of `UPGRADES` without one. Each release is unpacked from its wheel and put
 first on the path of a lane's Python; results of the others are kept as they are.
@@ -27,7 +27,7 @@ UPGRADES = {"0.19.0": "0.18.2", "0.18.0": "0.17.1", "0.17.0": "0.16.1"}
 
 
 def rehearse(version: str, folder: Path) -> dict[str, Any]:
-    """Return what `megacpp-overlays rehearse` says of a release."""
+    """Return the output of `megacpp-overlays rehearse` about a release."""
     (wheel,) = WHEELS.glob(f"megatron_core-{version}-cp312-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

@@ -2,10 +2,10 @@
 
 rehearse_weeks.py REPOSITORY [--weeks 26] [--witness 4]
 
-REPOSITORY is a clone of Megatron-LM; a bare one will do. Of each commit two things are asked: the decision with all that is known, and that
-with what was known on its day, which is every release that was out and no head of a branch. Nothing of upstream is imported for that. With
+REPOSITORY is a clone of Megatron-LM; a bare one will do. For each commit there are two decisions: one with all that is known, and one
+with the knowledge of its day, which is every release that was out and no head of a branch. Nothing of upstream is imported for that. With
 `--witness` so many commits of each branch, evenly spaced, are then put on the path of a lane's Python, where `megacpp-overlays rehearse` runs
-the reproducers of what is unproved: about three minutes for each.
+the reproducers of the unproved overlays: about three minutes for each.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WORST_FIRST = (WRONG, CONFLICT, UNKNOWN, UNPROVED, ACTIVE)
 
 
 class Week(NamedTuple):
-    """A commit, and what its day would have said of each overlay that it needs."""
+    """A commit, and the decision of its day about each overlay that it needs."""
 
     branch: str
     commit: str
@@ -102,7 +102,7 @@ def sampled(found: Sequence[Week], count: int) -> list[int]:
 
 
 def prove(repository: Path, week: Week) -> dict[str, list[str]]:
-    """Return what `megacpp-overlays rehearse` says of a commit: decisions with all that is known, and after `witness` on its day."""
+    """Return the output of `megacpp-overlays rehearse` about a commit: decisions with all that is known, and after `witness` on its day."""
     print(f"witness: {week.branch} {week.commit}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         content = git.content(repository, "archive", "--format=tar", week.commit, "megatron")
@@ -123,7 +123,7 @@ def known_on(day: str) -> str:
 
 
 def rehearse(parts: Sequence[Erratum], tree: SourceTree, until: str) -> dict[str, str]:
-    """Return for each overlay that a commit needs, or of which nothing is known, what its day would have said: of parts the worst."""
+    """Return the decision of its day for each overlay that a commit needs or that is not recorded for it; of several parts the worst."""
     remember(None)
     now = {part: examine(part, tree) for part in parts}
     remember(until)
@@ -144,7 +144,7 @@ def remember(until: str | None) -> None:
 
 
 def _said(part: Erratum, tree: SourceTree, now: Finding, then: Finding) -> Iterator[str]:
-    """Yield what the day of a commit would have said of a part, nothing of one that the commit does not need."""
+    """Yield the decision of a commit's day about a part; nothing for a part that the commit does not need."""
     is_needed = now.verdict is Verdict.BROKEN and now.shape in part.repairs
     if then.verdict is Verdict.BROKEN and (now.verdict is Verdict.FIXED or (is_needed and then.shape != now.shape)):
         yield WRONG

@@ -1,6 +1,6 @@
 """Keep a folder of upstream wheels in step with a hashed list of them.
 
-    wheels.py fetch LIST FOLDER               download what is missing or damaged, each file checked against its hash
+    wheels.py fetch LIST FOLDER               download missing or damaged files, each checked against its hash
     wheels.py fetch --sources LIST FOLDER     the same for a list of source archives
     wheels.py record LIST FOLDER              write the list anew from the wheels in the folder
 
@@ -85,7 +85,7 @@ def read(path: Path) -> list[Wheel]:
 
 
 def fetch(wheels: list[Wheel], folder: Path, workers: int, *, sources: bool = False) -> int:
-    """Download what is missing, source archives or wheels; return how many could not be had."""
+    """Download missing files, source archives or wheels; return how many could not be had."""
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(workers) as pool:
         missing = [
@@ -126,10 +126,10 @@ def _listed(index: PackageIndex, names: Iterable[str]) -> tuple[dict[str, Archiv
 
 
 def _from_index(wheel: Wheel, folder: Path, index: PackageIndex, files: Mapping[str, ArchiveFile]) -> str | None:
-    """Fetch one file from the index and check its hash; return what went wrong, if anything did."""
+    """Fetch one file from the index and check its hash; return the error, if any."""
     if (file := files.get(wheel.sha256)) is None:
         return "FAILED\nthe index has no file with this hash"
-    # The file appears in the folder complete or not at all, whoever else is fetching it at the same time.
+    # The file appears in the folder complete or not at all, even if another process fetches it at the same time.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             index.download(file, path := Path(temporary, file.name))
@@ -140,7 +140,7 @@ def _from_index(wheel: Wheel, folder: Path, index: PackageIndex, files: Mapping[
 
 
 def _through_pip(wheel: Wheel, folder: Path) -> str | None:
-    """Let pip fetch one wheel, which also looks where it is configured to; return what went wrong, if anything did."""
+    """Let pip fetch one wheel, which also looks where it is configured to; return the error, if any."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         wanted = Path(temporary, "wanted.txt")
         wanted.write_text(f"{wheel}\n")

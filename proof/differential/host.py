@@ -1,7 +1,7 @@
 """The host of the table: upstream modules, and their kernels' results computed in PyTorch.
 
 Mamba-2's convolution and scan, and the normalisation of gated delta nets, come from kernels for GPUs that know no float64. On every
-side of a comparison they are written out in PyTorch instead. What they stand for is not what is compared.
+side of a comparison they are written out in PyTorch instead. The comparison is not about these kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODULES = (
 
 @functools.cache
 def prepare() -> None:
-    """Import upstream once for all rows, with what stands for kernels in its place."""
+    """Import upstream once for all rows, with PyTorch code in the place of kernels."""
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
         _provide(name, __path__=[], __version__="2.3.2" if name.startswith("mamba") else "1.6.0")
     scan = _written_out("megacpp_overlays/kernels/mamba2/packed_reference.py").scan

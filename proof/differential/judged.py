@@ -46,7 +46,7 @@ class Judged:
     stock: float
     ours: float
     worst: str
-    """The number that is furthest from the truth, in terms of what is rounding: of stock, or of overlays where stock is right."""
+    """The number that is furthest from the truth, in units of rounding: of stock, or of overlays where stock is right."""
     error: str
     """With which stock or overlays end, if they do."""
     calls: dict[str, int]
@@ -72,7 +72,7 @@ def _finite(distance: float) -> float | None:
 
 
 def judged(folder: Path, row: Row) -> Judged:
-    """Judge a row by what its sides left in a folder.
+    """Judge a row by the files of its sides in a folder.
 
     Raises:
         RuntimeError: the row has no truth.
@@ -104,7 +104,7 @@ def judged(folder: Path, row: Row) -> Judged:
 
 @dataclass(frozen=True)
 class Worst:
-    """The number that is furthest from the truth, in terms of what is rounding."""
+    """The number that is furthest from the truth, in units of rounding."""
 
     name: str
     times: float

@@ -165,7 +165,7 @@ def configured(row: Row) -> Any:
 
 
 def built(row: Row, config: Any, pre_process: bool, post_process: bool) -> Any:
-    """Return the model of a row on this rank; a stage of a pipeline has what it is told of both ends."""
+    """Return the model of a row on this rank; a stage of a pipeline has the input or output layer that the arguments ask for."""
     common: dict[str, Any] = {
         "config": config,
         "vocab_size": WORDS,

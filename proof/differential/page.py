@@ -14,11 +14,11 @@ from differential.judged import GOOD, judged
 from differential.rows import Row
 
 PACKAGES = ("fla", "mamba_ssm", "transformer_engine")
-"""Of which overlays repair what Megatron does with them."""
+"""Packages for which overlays repair Megatron's use of them."""
 
 
 def receipts(folder: Path, rows: list[Row], on_gpu: bool) -> dict[str, Any]:
-    """Return what all rows came to, and which active overlays none of them called."""
+    """Return the results of all rows, and the active overlays that none of them called."""
     found = [judged(folder, row) for row in rows]
     called = sorted({name for each in found for name, number in each.calls.items() if number})
     active = sorted({name for each in found for name in each.calls})

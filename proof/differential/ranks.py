@@ -1,4 +1,4 @@
-"""Run rows on one or more sides: `ranks.py FOLDER SIDES [NAME ...]`, and leave what each row came to in the folder.
+"""Run rows on one or more sides: `ranks.py FOLDER SIDES [NAME ...]`, and write the result of each row into the folder.
 
 A side is `stock`, `overlays`, `reference` (float64, one rank, stock) or `rounding` (the reference in the dtype of the row). A process imports
 upstream once and is copied for each rank: rows of as many ranks run one after another in the same copies.
@@ -36,7 +36,7 @@ PATIENCE = datetime.timedelta(seconds=240 if ON_CPU else 60)
 
 
 def asked(side: str, row: Row) -> Row:
-    """Return what a side runs of a row."""
+    """Return the row that a side runs for a row."""
     if side == "reference":
         return row.reference
     if side == "rounding":
@@ -120,7 +120,7 @@ def _tried(side: str, row: Row, errors: Path) -> dict[str, Any]:
     try:
         with float64() if here.dtype == "float64" else contextlib.nullcontext():
             found = step(here)
-    except Exception as error:  # noqa: BLE001 - stock may end in any error, which is then what is said of it
+    except Exception as error:  # noqa: BLE001 - stock may end in any error, which is then its result
         said = traceback.format_exception_only(error)[-1].strip()
         errors.write_text(f"{said}\n{traceback.format_exc()}")
         os._exit(1)
@@ -138,7 +138,7 @@ def _calls(side: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the rows of the command line on its sides."""
     logging.disable(logging.ERROR)
     folder, sides, *names = Path(sys.argv[1]), sys.argv[2].split(","), *sys.argv[3:]
     prepare()

@@ -89,7 +89,7 @@ class Row:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """What the default process groups depend on: ranks of tensor, pipeline, context and expert parallelism."""
+        """The sizes of the default process groups: ranks of tensor, pipeline, context and expert parallelism."""
         return (1 if self.own_groups else self.tp), self.pp, self.cp, self.ep
 
     @property

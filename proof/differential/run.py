@@ -1,6 +1,6 @@
 """Run the table: `python proof/differential/run.py [--gpu] [--full] [--json PATH] [--write PATH] [ROW ...]`.
 
-Needs megatron-core and einops beside this project. On a CPU ranks meet with gloo. With `--gpu` they meet with NCCL, on as many devices
+Needs megatron-core and einops in addition to this project. On a CPU ranks meet with gloo. With `--gpu` they meet with NCCL, on as many devices
 as there are: where ranks are more than devices, they share them.
 """
 
@@ -51,13 +51,13 @@ def measured(folder: Path, device: str, names: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the table and say what it comes to; the exit code is 1 where overlays are wrong in a row."""
+    """Run the table and print its result; the exit code is 1 where overlays are wrong in a row."""
     words = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     words.add_argument("--gpu", action="store_true", help="ranks on GPUs, over NCCL")
     words.add_argument("--full", action="store_true", help="rows of four ranks, too")
     words.add_argument("--json", type=Path, help="where receipts go")
     words.add_argument("--write", type=Path, help="where the page goes")
-    words.add_argument("--keep", type=Path, help="a folder for what each side found, empty or new")
+    words.add_argument("--keep", type=Path, help="a folder for the results of each side, empty or new")
     words.add_argument("rows", nargs="*", help="names of rows; all if none is given")
     given = words.parse_args()
     from differential.page import page, receipts

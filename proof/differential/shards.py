@@ -13,7 +13,7 @@ Whole = dict[str, torch.Tensor]
 
 
 def shards_of(model: Any) -> Iterator[ShardedTensor]:
-    """Yield what a checkpoint of a model has on this rank; its data are views of parameters."""
+    """Yield the shards of a model's checkpoint on this rank; their data are views of parameters."""
     from megatron.core import parallel_state
 
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -60,7 +60,7 @@ def gathered(
 
     Args:
         model: on this rank.
-        read: what of a parameter is meant; None stands for zeros.
+        read: returns the tensor of a parameter that is gathered, such as its gradient; None means zeros.
         since: the seed of the weights from which it is to be the distance, if it is one.
     """
     kept = [(each, each.data) for each in model.parameters()]

@@ -53,7 +53,7 @@ def groups_for(layout: tuple[int, ...]) -> Iterator[None]:
 
 
 def batch(row: Row, number: int) -> dict[str, Any]:
-    """Return what this rank has of a microbatch: words, labels, what counts, and how rows are packed or padded."""
+    """Return this rank's part of a microbatch: words, labels, the loss mask, and how rows are packed or padded."""
     packing = row.packing
     tokens, rows = (sum(packing.places), 1) if packing else (TOKENS, BATCH)
     generator = torch.Generator().manual_seed(100 + number)
@@ -120,7 +120,7 @@ def taken(row: Row, model: Any, given: dict[str, Any]) -> torch.Tensor:
 
 
 class Chunk(torch.nn.Module):  # type: ignore[misc] # torch is not followed
-    """A chunk of a model whose data parallel ranks are one: what Megatron's wrapper has groups of its own for."""
+    """A chunk of a model with one data parallel rank, without the process groups that Megatron's wrapper needs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Training:
         return other
 
     def sharded(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return what a checkpoint has of this rank."""
+        """Return this rank's part of a checkpoint."""
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -313,7 +313,7 @@ def _train(other: Training, *, in_turn_with: Training) -> None:
 
 
 def _numbers(training: Training) -> dict[str, Any]:
-    """Return what a step came to, and how far apart replicas are then."""
+    """Return the numbers of a step, and how far apart replicas are then."""
     left_out = training.row.left_out
     numbers: Numbers = {"loss": _loss_of_all(training.losses), **_logged(training)}
     scale = float(training.optimizer.get_loss_scale()) if training.row.dtype == "float16" else 1.0
@@ -333,7 +333,7 @@ def _gradient(each: torch.nn.Parameter, scale: float) -> torch.Tensor | None:
 
 
 def _weights(training: Training) -> dict[int, torch.Tensor]:
-    """Return what the optimizer steps of each parameter, by the id of that: the parameter itself, or its float32 copy, of all ranks."""
+    """Return the tensor that the optimizer updates for each parameter, by the parameter's id: itself, or its float32 copy of all ranks."""
     if training.row.distributed:
         return {id(each): whole for one in _chained(training.optimizer) for each, whole in _joined(one)}
     return {id(each): getattr(each, "main_param", each).data for each in training.model.parameters()}
@@ -344,7 +344,7 @@ def _chained(optimizer: Any) -> list[Any]:
 
 
 def _joined(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yield each parameter with what all data parallel ranks have of it."""
+    """Yield each parameter with the parts of all data parallel ranks, joined."""
     groups = [
         *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
         *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
@@ -353,7 +353,7 @@ def _joined(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
     for each in (one for buffer in optimizer.buffers for one in buffer.params):
         whole = torch.zeros(each.numel(), dtype=torch.float32, device=each.device)
         if id(each) in mine:
-            place = optimizer._get_model_param_range_map(each)["param"]  # noqa: SLF001 - where it says what a rank has
+            place = optimizer._get_model_param_range_map(each)["param"]  # noqa: SLF001 - it has the range of each rank
             whole[place.start : place.end] = mine[id(each)].detach().flatten()
         torch.distributed.all_reduce(whole)
         yield each, whole.view(each.shape)
@@ -376,12 +376,12 @@ def _loss_of_all(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _logged(training: Training) -> Numbers:
-    """Return what Megatron logs of a step, for a microbatch: auxiliary losses by layer, and losses of further predictions."""
+    """Return the numbers that Megatron logs of a step, for a microbatch: auxiliary losses by layer, and losses of further predictions."""
     tracker = get_moe_metrics_tracker()
     sizes = _of_all_ranks({name: each.values.numel() for name, each in tracker.metrics.items()})
     for name in sorted(sizes):
         tracker.ensure_initialized(name, sizes[name])
-    tracker._sync_metrics(sorted(sizes))  # noqa: SLF001 - what `report` begins with
+    tracker._sync_metrics(sorted(sizes))  # noqa: SLF001 - the first step of `report`
     found = {name: tracker.metrics[name].values.double().cpu().clone() for name in sorted(sizes)}
     tracker.clear()
     MTPLossLoggingHelper.reduce_metrics_in_tracker()
@@ -392,7 +392,7 @@ def _logged(training: Training) -> Numbers:
 
 
 def _of_all_ranks(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what any rank has by name; stages of a pipeline have different names."""
+    """Return the entries of all ranks by name; stages of a pipeline have different names."""
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, found)
     return {name: each for rank in every for name, each in rank.items()}

@@ -98,13 +98,13 @@ def applied(edits: Sequence[Edit], texts: Mapping[str, str]) -> dict[str, str]:
         texts: of each file that they change, by its path in the tree.
 
     Raises:
-        EditError: text that is replaced is not there once, or what comes out is no Python.
+        EditError: text that is replaced is not there exactly once, or the result is no Python.
     """
     found = dict(texts)
     for edit in edits:
         for change in edit.changes:
             if (times := found[change.file].count(change.old)) != 1:
-                raise EditError(f"{edit.id}: what it replaces is {times} times in {change.file} of {edit.tree.name}")
+                raise EditError(f"{edit.id}: its old text is {times} times in {change.file} of {edit.tree.name}")
             found[change.file] = found[change.file].replace(change.old, change.new)
     for file, text in found.items():
         _check(file, text, edits)

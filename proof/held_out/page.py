@@ -28,8 +28,8 @@ def markdown(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]], note
 
     Args:
         edits: all of them.
-        found: what became of each, by its id.
-        notes: what was found out about one, by its id.
+        found: the outcome of each, by its id.
+        notes: remarks about an edit, by its id.
     """
     lines = [
         INTRODUCTION,

@@ -1,4 +1,4 @@
-"""Make held-out edits in trees of upstream, prove what is unproved then, and judge the decisions.
+"""Make held-out edits in trees of upstream, prove the overlays that are unproved then, and judge the decisions.
 
     python proof/held_out/run.py --megatron-lm CHECKOUT --json FILE --write FILE [--only ID ...]
 

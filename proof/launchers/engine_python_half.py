@@ -68,7 +68,7 @@ class LibraryLoader(importlib.abc.Loader):
         self.loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Return what the other loader would."""
+        """Return the result of the wrapped loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """A plugin of pytest that writes how each test ended as soon as it has: a line of JSON in the file that PROOF_FINISHED names.
 
-What was finished is there however the process ends. After PROOF_SECONDS no further test is begun. Where this project is
+Finished tests are in the file however the process ends. After PROOF_SECONDS no further test is begun. Where this project is
 armed, the decisions and calls of its overlays are the last line.
 """
 
@@ -26,7 +26,7 @@ _outcome: dict[str, tuple[str, str]] = {}
 
 
 def said(longrepr: object) -> str:
-    """Return the first line of an error, without what another process would say otherwise: folders and addresses."""
+    """Return the first line of an error, without the parts that differ between processes: folders and addresses."""
     crash = getattr(longrepr, "reprcrash", None)
     text = crash.message if crash else longrepr[-1] if isinstance(longrepr, tuple) else str(longrepr)
     lines = [line for line in text.strip().splitlines() if line.strip()] or ["no words"]
@@ -47,14 +47,14 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write what there is to do."""
+    """Write the collected tests."""
     write(collected=[item.nodeid for item in session.items])
     gc.collect()
-    gc.freeze()  # what was imported need not be looked through after each test
+    gc.freeze()  # imported objects need not be scanned after each test
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Write what is begun: a process can end in it."""
+    """Write the test that begins: a process can end in it."""
     write(began=nodeid)
 
 
@@ -75,10 +75,10 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def sweep() -> None:
-    """Let what a test leaves behind go before the next one.
+    """Free the objects that a test leaves behind before the next one.
 
-    Containers of Megatron's tests take down its process groups when they go: at a moment that how much is allocated decides, and
-    then in the middle of another test.
+    Containers of Megatron's tests destroy its process groups when they are freed. Without a sweep the number of allocations decides when,
+    which may be in the middle of another test.
     """
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         sys.__dict__.pop(name, None)
@@ -95,7 +95,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write whether time was over, and what of the overlays was called."""
+    """Write whether time was over, and the decisions and calls of overlays."""
     overlays = sys.modules.get("megacpp_overlays")
     decisions = overlays.audit().as_dict()["decisions"] if overlays else None
     write(stopped="limit" if session.shouldstop else None, audit=decisions)

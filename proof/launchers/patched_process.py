@@ -3,7 +3,7 @@
     patched_process.py LIBRARY ORDER MODULE...
 
 ORDER is `before` (the library's patches are applied, then this package is imported), `after` (the other way round) or `alone`
-(no patch at all). The modules are imported first, and are what overlays are about. One line of JSON says which names were
+(no patch at all). The modules are imported first; they are the targets of overlays. One line of JSON says which names were
 replaced, and every decision before and after.
 """
 
@@ -35,13 +35,13 @@ def applied(library: str) -> dict[str, Any]:
         steps.append({"step": step, "replaced": [each._asdict() for each in found]})
         before.clear()
         before = after
-    before.clear()  # a library may keep the frames that were active while it was imported, and what they hold
+    before.clear()  # a library may keep the frames that were active while it was imported, and the objects in them
     derived = replaced_names.overriding(SUBCLASSED, package)
     return {"steps": steps, "derived": [each._asdict() for each in derived]}
 
 
 def decisions() -> list[dict[str, Any]]:
-    """Return what an audit says of every part of every overlay."""
+    """Return the entries of an audit for every part of every overlay."""
     import megacpp_overlays
 
     return [

@@ -1,4 +1,4 @@
-"""Tune a tiny Llama with the SFTTrainer of TRL and `use_liger_kernel=True`, and say what its loss is made of.
+"""Tune a tiny Llama with the SFTTrainer of TRL and `use_liger_kernel=True`, and print the parts of its loss.
 
     python proof/launchers/trl_sft.py OUT [--fused]
 

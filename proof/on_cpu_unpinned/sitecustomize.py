@@ -18,7 +18,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / "on_cpu" / "sitecustomi
 
 @wrapt.when_imported("torch")
 def do_not_pin(torch: ModuleType) -> None:
-    """Let what is made in pinned memory be made in any."""
+    """Let tensors that ask for pinned memory be made in any."""
     wrapt.wrap_function_wrapper(torch, "tensor", _unpinned)
 
 

@@ -1,6 +1,6 @@
 """Build hooks of the documentation site: tables that fit a phone, landmarks, and a search index that opens as a file.
 
-`properdocs.yml` names this file under `hooks`. The rest of the site's own theme is beside it: `css/site.css` and
+`properdocs.yml` names this file under `hooks`. The rest of the site's own theme is in the same folder: `css/site.css` and
 `search/main.js`, which takes the place of the search of the theme.
 """
 

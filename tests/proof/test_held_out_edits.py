@@ -95,7 +95,7 @@ def test_a_decision_is_judged_by_the_kind_of_its_edit(edits: Any, kind: str, wro
 def test_an_edit_that_does_not_apply_is_named(edits: Any) -> None:
     from held_out.edits import EditError, applied
 
-    with pytest.raises(EditError, match=f"{edits[0].id}: what it replaces is 0 times in .* of 0.19.2"):
+    with pytest.raises(EditError, match=f"{edits[0].id}: its old text is 0 times in .* of 0.19.2"):
         applied(edits[:1], dict.fromkeys(files_of(edits[:1]), ""))
 
 

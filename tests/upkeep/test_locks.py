@@ -69,8 +69,8 @@ def test_no_lock_names_where_its_files_come_from(path: Path) -> None:
     ("name", "old", "new", "says"),
     [
         ("newest.in", "liger-kernel==0.8.5", "liger-kernel==0.8.4", "wants liger-kernel 0.8.4, the lock has 0.8.5"),
-        ("newest.in", "numpy<2.4", "numpy<2.3", "newest.in, or what it includes, has changed"),
-        ("loader.in", "wrapt>=1.16", "wrapt>=1.17", "newest.in, or what it includes, has changed"),
+        ("newest.in", "numpy<2.4", "numpy<2.3", "newest.in, or a file that it includes, has changed"),
+        ("loader.in", "wrapt>=1.16", "wrapt>=1.17", "newest.in, or a file that it includes, has changed"),
         ("newest.in", "# python: 3.12", "# python: 3.13", "its python is 3.12, and locks/newest.in says 3.13"),
         ("newest.in", "manylinux_2_28", "manylinux_2_17", "its platform is x86_64-manylinux_2_28, and"),
         ("newest.in", "# lane: newest", "# lane: latest", "locks/newest.in calls itself latest"),
@@ -94,7 +94,7 @@ def test_a_lane_and_a_lock_that_disagree_fail_fast(copy: Path, name: str, old: s
 
     assert done.returncode == 1
     assert says in done.stderr
-    assert "run `make lock`, and review what it changes" in done.stderr
+    assert "run `make lock`, and review its changes" in done.stderr
 
 
 def test_a_comment_is_no_reason_to_lock_anew(copy: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_lane_that_leaves_out_something_else_than_its_lock_fails_fast(copy: Pa
     text = "".join(line for line in left_out.read_text().splitlines(keepends=True) if not line.startswith("wandb"))
     left_out.write_text(text)
 
-    assert "bridge.in, or what it includes, has changed" in check_copy(copy / "bridge.txt").stderr
+    assert "bridge.in, or a file that it includes, has changed" in check_copy(copy / "bridge.txt").stderr
 
 
 def test_a_lock_for_another_machine_is_refused_before_anything_is_installed(copy: Path) -> None:
