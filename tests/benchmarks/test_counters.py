@@ -82,7 +82,7 @@ def sampled(*code: tuple[str, int]) -> str:
     return f"==PROF== Connected to process 1\n{text.getvalue()}"
 
 
-def test_samples_are_shared_out_over_what_the_softmax_waits_for(counters: ModuleType) -> None:
+def test_samples_are_distributed_over_the_operations_that_the_softmax_waits_for(counters: ModuleType) -> None:
     code = sampled(
         *(("SYNCS.PHASECHK.TRANS64.TRYWAIT P0", 1000), ("HGMMA.64x256x16.F32.BF16 R24", 1000)),  # other warps
         *(("SYNCS.PHASECHK.TRANS64.TRYWAIT P1", 1), ("@!P1 BRA 0x1", 9), ("FENCE.VIEW.ASYNC.S", 0)),

@@ -35,7 +35,7 @@ def test_gradients_of_two_ranks_are_those_of_one(found: dict[str, Any]) -> None:
     assert len(gradients["float32"]["ranks"]) == 14
 
 
-def test_two_ranks_learn_what_one_does(found: dict[str, Any]) -> None:
+def test_two_ranks_learn_the_same_as_one(found: dict[str, Any]) -> None:
     (one,), (two,) = (found["ranks"][ranks]["runs"] for ranks in ("1", "2"))
 
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-2)

@@ -75,7 +75,7 @@ def test_page_and_plot_are_made_again_from_the_numbers_without_torch(written: Pa
     assert (written / "plot.svg").read_text().count("<polyline") == 2 * len(WAYS) - 1 + len(WAYS)
 
 
-def test_channels_that_cannot_be_told_apart_are_refused() -> None:
+def test_channels_that_cannot_be_distinguished_are_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", FOLDER / "run.py", "--device", "cpu", "--quick", "--query", "32"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},

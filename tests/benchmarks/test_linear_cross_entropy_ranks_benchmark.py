@@ -44,7 +44,7 @@ def test_the_ranks_agree_with_one_process_and_with_float64(written: tuple[dict[s
         assert max(row["one_gpu"].values()) < 1e-5
 
 
-def test_every_way_is_timed_beside_its_products_and_its_collectives(written: tuple[dict[str, Any], Path]) -> None:
+def test_every_way_is_timed_with_its_products_and_its_collectives(written: tuple[dict[str, Any], Path]) -> None:
     found = written[0]["sizes"]["2"]
 
     assert {f"TP=2, {way}" for way in WAYS} < {row["name"] for row in found["times"]}

@@ -41,7 +41,7 @@ def test_the_trajectories_of_all_ways_stay_together_and_fall(written: tuple[dict
         assert trajectory[way] == sorted(trajectory[way], reverse=True)
 
 
-def test_a_step_is_timed_in_three_stages_beside_its_loss_alone(written: tuple[dict[str, Any], Path]) -> None:
+def test_a_step_is_timed_in_three_stages_and_with_its_loss_alone(written: tuple[dict[str, Any], Path]) -> None:
     times = written[0]["times"]
 
     assert list(times) == [*WAYS, *(f"{way}, alone" for way in WAYS)]

@@ -87,7 +87,7 @@ def test_peers_get_the_same_problem_and_have_a_forward_pass_alone(work: Any, exa
 
 @pytest.mark.usefixtures("flash_mla")
 @pytest.mark.parametrize("shape", ["4x256x16x576x512x128", "4x256x64x320x256x128", "4x256x64x576x512x96"])
-def test_peers_are_not_asked_for_what_they_do_not_take(work: Any, example: Path, shape: str) -> None:
+def test_peers_get_no_inputs_that_they_do_not_support(work: Any, example: Path, shape: str) -> None:
     assert not {"FlashMLA", "TileLang's example"} & work.contestants(work.Shape.parse(shape), example).keys()
 
 

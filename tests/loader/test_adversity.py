@@ -172,7 +172,7 @@ def test_a_session_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(
 # Holders, and undo.
 
 
-def test_what_upstream_itself_keeps_elsewhere_is_a_conflict_in_either_order(
+def test_an_original_that_upstream_itself_keeps_elsewhere_is_a_conflict_in_either_order(
     upstream: Upstream, session: SessionMaker
 ) -> None:
     upstream.write(BROKEN_TEXT + "REGISTRY = [double]\n")
@@ -235,7 +235,7 @@ def test_a_wrapper_around_our_seam_is_reported_and_no_conflict(upstream: Upstrea
     assert "is wrapped by" in record.reason
 
 
-def test_a_module_that_refuses_assignment_undoes_what_was_rebound_before_it(
+def test_a_module_that_refuses_assignment_undoes_earlier_rebindings(
     upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stubborn(ModuleType):
@@ -295,7 +295,7 @@ def test_a_logging_handler_that_raises_does_not_stop_the_import(
     assert "does not work: RuntimeError: no disk" in capsys.readouterr().err
 
 
-def test_an_exception_that_cannot_say_what_it_is_does_not_get_out(upstream: Upstream, session: SessionMaker) -> None:
+def test_an_exception_whose_str_raises_does_not_get_out(upstream: Upstream, session: SessionMaker) -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("mute")

@@ -91,7 +91,7 @@ def test_decisions_that_need_a_person_come_first_and_those_that_need_no_action_l
     assert "      what to do: megacpp-overlays witness" in below[unproved:]
 
 
-def test_an_overlay_whose_parts_differ_is_shown_under_what_matters_most(upstream: Upstream) -> None:
+def test_an_overlay_whose_parts_differ_is_shown_under_the_most_important_decision(upstream: Upstream) -> None:
     records = [made_up(upstream.overlay(), decision) for decision in (Decision.ACTIVE, Decision.CONFLICT)]
     parts = tuple(replace(each, overlay=upstream.overlay()) for each in records)
 

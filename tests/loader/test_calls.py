@@ -53,7 +53,7 @@ def test_an_audit_counts_the_calls_since_it_was_put_in_and_not_those_of_its_own_
     assert calls(current.audit(deep=True)) == {"double": 3}
 
 
-def test_each_kind_of_seam_counts_and_stays_what_it_was(upstream: Upstream, session: SessionMaker) -> None:
+def test_each_kind_of_seam_counts_and_keeps_its_kind(upstream: Upstream, session: SessionMaker) -> None:
     named = ("double", "Layer.static", "Layer.size", "Layer.forward")
     works = Observation(broken=False, seen="works")
     current = session(overlay_of(upstream, *named, self_test=lambda _: works))
@@ -143,7 +143,7 @@ def test_a_forked_child_begins_at_nothing(upstream: Upstream, session: SessionMa
 # --- the count in audits and logs ---
 
 
-def test_an_audit_shows_what_was_called_once_anything_was(upstream: Upstream, session: SessionMaker) -> None:
+def test_an_audit_shows_calls_once_any_seam_was_called(upstream: Upstream, session: SessionMaker) -> None:
     other = upstream.overlay(id="other-fix", pack=98, replacements={"off-by-one": (Replacement(symbol="Layer.static", make=less_one),)}, witness=None, self_test=lambda _: Observation(broken=False, seen="works"))  # fmt: skip
     current = session(upstream.overlay(), other)
     current.arm()
@@ -185,7 +185,7 @@ def last_line(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
     return lambda: capfd.readouterr().err.splitlines()[-1]
 
 
-def test_the_end_of_a_run_names_what_was_active_and_never_called(
+def test_the_end_of_a_run_names_active_overlays_that_were_never_called(
     upstream: Upstream, session: SessionMaker, last_line: Callable[[], str]
 ) -> None:
     current = session(upstream.overlay(), static_fix(upstream, "unused-fix", 98))
@@ -209,7 +209,7 @@ def test_the_end_of_a_run_that_called_nothing_names_that_too(
     assert last_line().endswith("); active and never called: double-fix")
 
 
-def test_what_was_never_called_has_a_line_of_its_own_after_an_audit_and_no_line_where_all_was_called(
+def test_overlays_that_were_never_called_have_a_line_after_an_audit_and_none_if_all_were_called(
     upstream: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     current = session(upstream.overlay())
@@ -225,7 +225,7 @@ def test_what_was_never_called_has_a_line_of_its_own_after_an_audit_and_no_line_
     assert capfd.readouterr().err == ""
 
 
-def test_what_was_never_called_is_in_the_json_of_a_log(
+def test_overlays_that_were_never_called_are_in_the_json_of_a_log(
     upstream: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     current = session(upstream.overlay(), log=LogForm.JSON)
@@ -267,7 +267,7 @@ def test_the_end_of_a_run_stays_one_short_line_whatever_was_never_called(
     assert lines.unused(records) == (f"active and never called: {says}" if says else "")
 
 
-def test_what_is_not_active_has_no_calls(upstream: Upstream, session: SessionMaker) -> None:
+def test_an_overlay_that_is_not_active_has_no_calls(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay(self_test=lambda _: Observation(broken=True, seen="still wrong")))
     current.arm()
     upstream.load().double(1)

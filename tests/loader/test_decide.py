@@ -89,7 +89,7 @@ def test_observe_decides_as_auto_does_but_never_installs(upstream: Upstream, ver
 
 
 @pytest.mark.parametrize(("policy", "verdict", "shape"), list(itertools.product(OFF, Verdict, [KNOWN, UNKNOWN])))
-def test_what_is_off_is_disabled_whatever_is_found(
+def test_an_overlay_that_is_off_is_disabled_with_any_finding(
     upstream: Upstream, policy: Policy, verdict: Verdict, shape: str
 ) -> None:
     assert apply(policy, upstream.overlay(), found(verdict, shape)) is Decision.DISABLED
@@ -135,7 +135,7 @@ def test_the_reason_of_an_overlay(upstream: Upstream, finding: Finding, mode: Mo
     assert decide(overlay, Settings(mode=mode), finding).reason == reason
 
 
-def test_the_reason_of_a_gate_is_what_will_happen_and_what_to_do(upstream: Upstream) -> None:
+def test_the_reason_of_a_gate_is_its_effect_and_its_advice(upstream: Upstream) -> None:
     gate = gate_of(upstream)
     advice = "the first double hangs. What to do: install fewer doubles. Seen: x + x + 1"
 

@@ -142,7 +142,7 @@ def listing(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lis
             each.undo()
 
 
-def test_the_first_import_of_a_target_loads_what_is_declared_and_settles_it(listing: Listing) -> None:
+def test_the_first_import_of_a_target_loads_its_declarations_and_decides_them(listing: Listing) -> None:
     armed = listing.session()
     armed.arm()
     before = listing.loads
@@ -155,7 +155,7 @@ def test_the_first_import_of_a_target_loads_what_is_declared_and_settles_it(list
     assert listing.loads == 1
 
 
-def test_an_audit_loads_what_is_declared(listing: Listing) -> None:
+def test_an_audit_loads_the_declarations(listing: Listing) -> None:
     armed = listing.session()
     armed.arm()
 
@@ -171,7 +171,7 @@ def test_a_target_that_was_imported_before_is_settled_when_the_session_is_armed(
     assert module.double(2) == 4
 
 
-def test_what_waits_is_said_once_however_often_a_session_is_armed(
+def test_waiting_overlays_are_logged_once_however_often_a_session_is_armed(
     listing: Listing, capsys: pytest.CaptureFixture[str]
 ) -> None:
     armed = listing.session(log_level=LogLevel.DEBUG)
@@ -211,7 +211,7 @@ def test_declarations_that_cannot_be_loaded_leave_the_target_as_it_is_and_are_sa
         armed.audit()
 
 
-def test_an_audit_settles_what_could_not_be_loaded_at_the_import(listing: Listing) -> None:
+def test_an_audit_decides_overlays_that_could_not_be_loaded_at_the_import(listing: Listing) -> None:
     armed = listing.session()
     armed.arm()
     listing.error = MemoryError()
@@ -230,7 +230,9 @@ def test_strict_refuses_a_target_whose_overlays_cannot_be_loaded(listing: Listin
         listing.upstream.load()
 
 
-def test_a_list_that_is_not_what_is_declared_is_refused(listing: Listing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_differs_from_the_declarations_is_refused(
+    listing: Listing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stale = declarations.LISTED[0]._replace(targets=("somewhere.before",))
     monkeypatch.setattr(declarations, "LISTED", (stale,))
     armed = listing.session()

@@ -230,7 +230,7 @@ def test_nothing_goes_in_over_code_that_was_not_read(
 
 
 @each_patch
-def test_what_comes_later_ends_it_in_the_next_audit(
+def test_a_later_patch_ends_the_overlay_in_the_next_audit(
     rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
 ) -> None:
     current = session(rested.overlay)
@@ -279,7 +279,7 @@ def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
 
 
 @each_patch
-def test_what_comes_before_the_first_call_is_seen_by_that_call(
+def test_a_patch_before_the_first_call_is_seen_by_that_call(
     rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
 ) -> None:
     current = session(rested.overlay)
@@ -331,7 +331,7 @@ def test_in_strict_mode_the_first_call_raises(rested: Rested, session: SessionMa
         rested.layers.double(1)
 
 
-def test_what_upstream_defines_only_where_something_can_be_imported_may_be_missing(
+def test_a_name_that_upstream_defines_only_with_an_optional_import_may_be_missing(
     rested: Rested, session: SessionMaker
 ) -> None:
     guarded = "try:\n    import no_such_kernels\n" + "".join(f"    {line}\n" for line in HELPERS.splitlines())

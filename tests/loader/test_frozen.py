@@ -77,7 +77,7 @@ def test_fields_are_read_by_name_and_a_default_counts_where_nothing_is_given() -
     ],
     ids=lambda given: " ".join(given) or "nothing",
 )
-def test_what_is_missing_or_unknown_is_refused_in_the_words_of_a_dataclass(given: dict[str, object]) -> None:
+def test_a_missing_or_unknown_field_is_refused_in_the_words_of_a_dataclass(given: dict[str, object]) -> None:
     with pytest.raises(TypeError) as expected:
         AsDataclass(**given)  # type: ignore[arg-type]
     with pytest.raises(TypeError) as refused:
@@ -203,7 +203,7 @@ def test_a_named_tuple_answers_like_one_of_the_standard_library(expression: str)
         (AttributeError, 'delattr(kind("a"), "line")'),
     ],
 )
-def test_a_named_tuple_refuses_what_one_of_the_standard_library_refuses(
+def test_a_named_tuple_refuses_the_same_arguments_as_one_of_the_standard_library(
     error: type[Exception], expression: str
 ) -> None:
     for kind in (Place, PlaceOfTyping):
@@ -211,7 +211,7 @@ def test_a_named_tuple_refuses_what_one_of_the_standard_library_refuses(
             eval(expression, {"kind": kind})
 
 
-def test_what_a_named_tuple_refuses_is_said_in_the_words_of_the_standard_library() -> None:
+def test_an_error_of_a_named_tuple_has_the_words_of_the_standard_library() -> None:
     for given in ({}, {"file": "a", "row": 2}):
         with pytest.raises(TypeError) as expected:
             PlaceOfTyping(**given)

@@ -40,7 +40,7 @@ def test_it_is_decided_when_the_session_is_armed_and_nothing_is_imported_for_it(
     assert record.seams == ()
 
 
-def test_its_line_says_what_will_happen_what_to_do_and_how_to_be_rid_of_it(
+def test_its_line_has_the_effect_the_advice_and_the_switch(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note(upstream, "does not work")
@@ -90,7 +90,7 @@ def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upst
     assert record.reason == "its code is nested too deeply for the probe to read it"
 
 
-def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: Upstream, session: SessionMaker) -> None:
+def test_strict_accepts_a_known_shape_and_refuses_an_unknown_one(upstream: Upstream, session: SessionMaker) -> None:
     """Only the owner of a run knows whether it uses the broken feature, so a gate with a known shape is advice."""
     note(upstream, "does not work")
     session(gate_of(upstream), mode=Mode.STRICT).arm()
@@ -125,7 +125,7 @@ def test_it_is_asked_again_when_a_target_is_imported(
     assert capsys.readouterr().err.count("gated: double-trouble") == 1
 
 
-def test_what_is_not_there_is_looked_for_again_where_the_path_is_another_one_and_by_an_audit(
+def test_a_missing_target_is_looked_for_again_after_a_change_of_the_path_and_by_an_audit(
     upstream: Upstream, session: SessionMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[SourceTree] = []
@@ -171,7 +171,7 @@ def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, session: 
     assert found[0] == found[1]
 
 
-def test_what_is_switched_off_is_not_even_read(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_gate_that_is_switched_off_is_not_read(upstream: Upstream, session: SessionMaker) -> None:
     def trip(_: SourceTree) -> Finding:
         raise AssertionError("it was read")
 
@@ -206,7 +206,7 @@ def test_one_rank_says_it_for_all(
     assert "[megacpp_overlays rank 3] WARNING conflict: double-trouble" in capsys.readouterr().err
 
 
-def test_a_child_does_not_repeat_what_its_parent_said(
+def test_a_child_does_not_repeat_the_lines_of_its_parent(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note(upstream, "does not work")
@@ -299,7 +299,7 @@ ELSEWHERE = "every GPU of this host has compute capability 8.0"
 
 
 @pytest.mark.parametrize("notes", ["does not work", "does nothing", "in another way"])
-def test_a_gate_is_silent_where_the_host_is_not_concerned_and_its_probe_says_what_is_installed(
+def test_a_gate_is_silent_on_a_host_that_is_not_concerned_and_its_reason_has_the_evidence(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], notes: str
 ) -> None:
     note(upstream, notes)
@@ -329,7 +329,7 @@ def fails() -> str | None:
 
 
 @pytest.mark.parametrize("elsewhere", [fails, lambda: None])
-def test_a_host_that_is_concerned_or_cannot_be_asked_is_told(
+def test_a_host_that_is_concerned_or_cannot_be_checked_gets_the_warning(
     upstream: Upstream, elsewhere: Callable[[], str | None]
 ) -> None:
     note(upstream, "does not work")

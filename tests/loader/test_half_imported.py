@@ -222,7 +222,7 @@ CIRCLE = "from . import state\n\n\n" + BROKEN_TEXT.replace("CALLS = []", "").rep
 STATE = "from . import layers\n\n\ndef twice(x):\n    return x + x\n"
 
 
-def test_a_witness_does_not_call_into_what_is_half_imported(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_witness_does_not_call_into_a_half_imported_module(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(CIRCLE)
     upstream.write(STATE, module="state")
     asked = list[str]()

@@ -98,7 +98,7 @@ def test_after_closing_nothing_is_heard(upstream: Upstream, ear: Ear, watching: 
     assert ear.heard == []
 
 
-def test_what_the_listener_raises_goes_to_the_listener_and_not_to_the_import(
+def test_an_error_of_the_listener_goes_to_the_listener_and_not_to_the_import(
     upstream: Upstream, ear: Ear, watching: Hooks
 ) -> None:
     ear.error = ImportError("no kernel")
@@ -108,7 +108,7 @@ def test_what_the_listener_raises_goes_to_the_listener_and_not_to_the_import(
     assert ear.failures == [f"{upstream.module_name}: no kernel"]
 
 
-def test_only_what_strict_asks_for_stops_the_import_and_a_second_try_is_stopped_too(
+def test_only_an_error_of_strict_mode_stops_the_import_and_a_second_try_is_stopped_too(
     upstream: Upstream, ear: Ear, watching: Hooks
 ) -> None:
     ear.error = ActivationError("asked for")

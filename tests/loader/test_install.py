@@ -33,7 +33,7 @@ def explode(*_: object, **__: object) -> Any:
     raise ImportError("no such kernel")
 
 
-def test_a_broken_target_is_repaired_and_the_record_says_what_and_where(
+def test_a_broken_target_is_repaired_and_the_record_names_the_repair_and_its_place(
     upstream: Upstream, session: SessionMaker
 ) -> None:
     record, module = settle(session, upstream, upstream.overlay())
@@ -121,7 +121,7 @@ def test_if_the_second_of_two_seams_fails_the_first_is_undone(upstream: Upstream
     assert module.double(1) == 3
 
 
-def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_target_that_another_library_replaced_is_not_touched(upstream: Upstream, session: SessionMaker) -> None:
     module = upstream.load()
 
     def theirs(x: int) -> int:
@@ -137,7 +137,7 @@ def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream,
     assert module.double is theirs
 
 
-def test_observe_reports_what_it_would_do_and_installs_nothing(upstream: Upstream, session: SessionMaker) -> None:
+def test_observe_reports_its_decisions_and_installs_nothing(upstream: Upstream, session: SessionMaker) -> None:
     record, module = settle(session, upstream, upstream.overlay(), mode=Mode.OBSERVE)
 
     assert record.decision is Decision.DISABLED
@@ -296,7 +296,7 @@ def test_an_error_outside_every_overlay_is_recorded_too(
     ],
     ids=["by name", "anything", "another name"],
 )
-def test_on_code_that_nobody_read_a_seam_takes_every_parameter_of_upstream(
+def test_on_unrecognised_code_a_seam_takes_every_parameter_of_upstream(
     upstream: Upstream, replacement: Any, refused: str
 ) -> None:
     upstream.write(BROKEN_TEXT)

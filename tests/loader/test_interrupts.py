@@ -68,7 +68,7 @@ class Refusing(ModuleType):
 
 
 @pytest.mark.parametrize("interrupts", [True, False])
-def test_an_undo_that_fails_is_told_and_can_be_repeated(
+def test_an_undo_that_fails_is_reported_and_can_be_repeated(
     upstream: Upstream, session: SessionMaker, interrupts: bool
 ) -> None:
     current = session(upstream.overlay())
@@ -163,7 +163,7 @@ def test_an_error_after_the_seams_are_in_takes_them_out(
     assert only(current).decision is decision
 
 
-def test_a_child_that_was_forked_in_the_middle_of_a_self_test_undoes_what_its_parent_put_in(
+def test_a_child_that_was_forked_in_the_middle_of_a_self_test_undoes_the_seams_of_its_parent(
     upstream: Upstream, session: SessionMaker
 ) -> None:
     testing, go_on = threading.Event(), threading.Event()
@@ -206,7 +206,7 @@ def test_a_child_that_was_forked_in_the_middle_of_a_self_test_undoes_what_its_pa
     assert only(current).decision is Decision.ACTIVE
 
 
-def test_a_lock_that_an_interrupt_left_taken_stops_nobody(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_lock_that_an_interrupt_left_taken_blocks_no_later_call(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
@@ -274,7 +274,7 @@ def test_a_reload_does_not_cost_more_than_the_one_before(
     assert doubled == "8"
 
 
-def test_what_was_undone_is_let_go(upstream: Upstream, session: SessionMaker) -> None:
+def test_undone_objects_are_released(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()

@@ -17,7 +17,7 @@ def test_data_are_parsed(data: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "1 2", b"\xff\xfe\xfd"])
-def test_what_is_no_json_is_refused(text: str | bytes) -> None:
+def test_a_text_that_is_no_json_is_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         json_text.parse(text)
 

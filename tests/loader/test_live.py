@@ -152,13 +152,13 @@ def differs(upstream: Upstream, *symbols: str) -> str | None:
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
-def test_what_was_loaded_from_the_text_that_was_read_is_as_read(repaired: Upstream, symbol: str) -> None:
+def test_code_that_was_loaded_from_the_text_that_was_read_does_not_differ(repaired: Upstream, symbol: str) -> None:
     repaired.load()
 
     assert differs(repaired, symbol) is None
 
 
-def test_what_is_not_loaded_cannot_differ(repaired: Upstream) -> None:
+def test_code_that_is_not_loaded_cannot_differ(repaired: Upstream) -> None:
     assert differs(repaired, "nowhere") is None
 
 
@@ -203,7 +203,7 @@ def _of_one(module: ModuleType) -> Any:
 
 
 @pytest.mark.parametrize(("symbol", "replace_it"), REPLACED.values(), ids=REPLACED)
-def test_what_somebody_replaced_is_named(
+def test_a_replaced_definition_is_named(
     repaired: Upstream, symbol: str, replace_it: Callable[[ModuleType], object]
 ) -> None:
     replace_it(repaired.load())
@@ -224,7 +224,7 @@ def test_what_somebody_replaced_is_named(
         ("from __future__ import annotations", ""),
     ],
 )
-def test_a_file_that_was_replaced_after_it_was_loaded_is_not_what_runs(repaired: Upstream, old: str, new: str) -> None:
+def test_a_file_that_was_replaced_after_loading_is_not_the_running_code(repaired: Upstream, old: str, new: str) -> None:
     repaired.load()
     text = TEXT.format(package=repaired.name)
     assert old in text
@@ -322,7 +322,7 @@ def test_the_broken_release_running_with_the_repaired_file_on_disk_is_a_conflict
     assert "not the code that was read in" in record.reason
 
 
-def test_a_stale_bytecode_file_that_nobody_checks_is_a_conflict(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_stale_bytecode_file_that_is_not_checked_is_a_conflict(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT)
     path = upstream.folder / upstream.name / "layers.py"
     py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
@@ -364,7 +364,7 @@ def test_a_patch_after_the_decision_is_seen_by_a_deep_audit(upstream: Upstream, 
     assert "_theirs" in record.reason
 
 
-def test_what_cannot_be_compared_is_a_conflict(upstream: Upstream, session: SessionMaker) -> None:
+def test_code_that_cannot_be_compared_is_a_conflict(upstream: Upstream, session: SessionMaker) -> None:
     def explode(_: ModuleType) -> Observation:
         raise ImportError("no such kernel")
 
@@ -388,7 +388,7 @@ def test_an_overlay_that_is_off_asks_nothing(upstream: Upstream, session: Sessio
     assert current.audit().records[0].decision is Decision.DISABLED
 
 
-def test_what_only_looks_repaired_is_a_conflict_with_the_way_to_prove_it(
+def test_code_that_only_looks_repaired_is_a_conflict_with_the_command_to_prove_it(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def probe(_: SourceTree) -> Finding:
@@ -412,7 +412,7 @@ def test_what_only_looks_repaired_is_a_conflict_with_the_way_to_prove_it(
     assert says in line
 
 
-def test_a_gate_is_held_against_what_is_loaded_already(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_gate_is_compared_with_code_that_is_loaded_already(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(FIXED_TEXT)
     gate = gate_of(upstream, probe=lambda tree: upstream.probe(tree))
     upstream.load().double = _theirs

@@ -61,7 +61,7 @@ def test_behind_a_seam_is_the_original(upstream: Upstream) -> None:
         ("gone", "has no attribute gone: a seam replaces"),
     ],
 )
-def test_what_is_not_there_has_no_live_name(upstream: Upstream, symbol: str, message: str) -> None:
+def test_a_missing_object_has_no_live_name(upstream: Upstream, symbol: str, message: str) -> None:
     with pytest.raises(SeamError, match=re.escape(message)):
         resolve(upstream.load(), symbol)
 

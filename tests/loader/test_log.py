@@ -36,7 +36,7 @@ def settle(session: SessionMaker, upstream: Upstream, **settings: object) -> Non
     upstream.load()
 
 
-def test_an_active_overlay_has_one_line_that_says_what_it_repairs_and_until_when(
+def test_an_active_overlay_has_one_line_with_its_repair_and_its_end(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session(upstream.overlay(brief="doubles", until="upstream doubles right")).arm()
@@ -70,7 +70,7 @@ def test_a_plugin_that_has_not_said_it_in_brief_has_a_line_that_fits(
     assert "; delete when " in line
 
 
-def test_what_needs_nobody_has_no_line(
+def test_a_decision_that_needs_no_person_has_no_line(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upstream.write(FIXED_TEXT)
@@ -80,7 +80,7 @@ def test_what_needs_nobody_has_no_line(
     assert capsys.readouterr().err == ""
 
 
-def test_details_are_told_at_their_level(
+def test_details_are_logged_at_their_level(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settle(session, upstream, log_level=LogLevel.DEBUG)
@@ -109,7 +109,7 @@ def test_the_quiet_level_has_warnings_alone(
     assert [each.partition(": ")[0].partition("] ")[2] for each in capsys.readouterr().err.splitlines()] == words
 
 
-def test_a_warning_cannot_be_taken_for_good_news_and_says_what_to_do(
+def test_a_warning_cannot_be_taken_for_good_news_and_gives_advice(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upstream.write(UNKNOWN_TEXT)
@@ -173,7 +173,7 @@ def test_a_child_does_not_repeat_a_line_and_tells_what_is_another(
 # The count
 
 
-def test_one_line_counts_the_decisions_and_names_what_needs_a_person(
+def test_one_line_counts_the_decisions_and_names_those_that_need_a_person(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upstream.write(UNKNOWN_TEXT)
@@ -275,7 +275,7 @@ def test_the_logging_form_goes_to_the_standard_logger_alone(
     assert [(entry.name, entry.levelname) for entry in caplog.records] == [("megacpp_overlays", "WARNING")]
 
 
-def test_a_logger_that_wants_details_gets_them_beside_the_short_line(
+def test_a_logger_that_wants_details_gets_them_with_the_short_line(
     upstream: Upstream, session: SessionMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="megacpp_overlays")
@@ -381,7 +381,7 @@ def test_a_python_that_is_newer_than_those_of_the_tests_is_reported_once_on_one_
     ]
 
 
-def test_what_is_off_is_said_at_import(
+def test_overlays_that_are_off_are_logged_at_import(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session(upstream.overlay(), disabled=frozenset({"double-fix"})).arm()

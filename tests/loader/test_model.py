@@ -33,7 +33,7 @@ def test_a_finding_without_evidence_is_refused(verdict: Verdict) -> None:
         (Evidence(seen="x = 1", file="/a/layers.py", line=3), "x = 1 (layers.py:3)"),
     ],
 )
-def test_evidence_reads_as_what_and_where(evidence: Evidence, text: str) -> None:
+def test_evidence_reads_as_observation_and_place(evidence: Evidence, text: str) -> None:
     assert str(evidence) == text
 
 

@@ -28,7 +28,7 @@ def test_the_beginning_of_names_counts_before_their_spelling() -> None:
     assert suggestion("ligre", known).startswith("did you mean liger? ")
 
 
-def test_of_many_names_that_are_as_near_the_shortest_stands_for_all() -> None:
+def test_of_many_equally_near_names_the_shortest_is_proposed() -> None:
     assert suggestion("a", ["ab", "abc", "a", "acd", "ade", "aef"]).startswith("did you mean a? ")
 
 
@@ -52,5 +52,5 @@ def test_many_names_are_not_listed() -> None:
     assert suggestion("-fix", known) == "did you mean aaa-fix?"
 
 
-def test_what_is_meant_comes_before_what_is_near() -> None:
+def test_the_intended_name_comes_before_near_ones() -> None:
     assert suggestion("1", ["10", "off"], "off") == "did you mean off? known: 10, off"

@@ -106,7 +106,9 @@ def test_it_is_in_where_upstream_needs_no_repair(
 
 
 @pytest.mark.parametrize("switched_off", [False, True])
-def test_it_is_in_while_what_it_needs_was_not_imported(pair: Pair, session: SessionMaker, switched_off: bool) -> None:
+def test_it_is_in_while_the_needed_overlay_waits_for_its_import(
+    pair: Pair, session: SessionMaker, switched_off: bool
+) -> None:
     """The needed overlay is probed for the decision that it would get: one that is off has nothing to repair in a repaired upstream."""
     if switched_off:
         pair.upstream.write(FIXED_TEXT)
@@ -204,7 +206,7 @@ def test_live_code_that_is_wrong_in_spite_of_the_other_one_keeps_it_out(pair: Pa
 
 
 @ORDERS
-def test_undoing_what_it_needs_takes_it_out_and_arming_puts_both_in(
+def test_undoing_the_needed_overlay_takes_it_out_and_arming_puts_both_in(
     pair: Pair, session: SessionMaker, order: tuple[str, str]
 ) -> None:
     current = session(*pair.overlays)
@@ -221,7 +223,7 @@ def test_undoing_what_it_needs_takes_it_out_and_arming_puts_both_in(
     assert pair.wrapper().wrap(1.5) == 1.5
 
 
-def test_undoing_what_waits_takes_it_out_too(pair: Pair, session: SessionMaker) -> None:
+def test_undoing_a_needed_overlay_that_waits_takes_it_out_too(pair: Pair, session: SessionMaker) -> None:
     current = session(*pair.overlays)
     current.arm()
     wrapper = pair.wrapper()
@@ -248,7 +250,7 @@ def test_undoing_everything_leaves_nothing_in_and_no_conflict(
     assert (wrapper.wrap(1.5), layers.double(1)) == (2, 3)
 
 
-def test_it_is_not_active_once_somebody_replaced_what_it_needs(pair: Pair, session: SessionMaker) -> None:
+def test_it_is_not_active_once_third_party_code_replaced_the_needed_seam(pair: Pair, session: SessionMaker) -> None:
     current = session(*pair.overlays)
     current.arm()
     pair.wrapper()

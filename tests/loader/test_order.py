@@ -284,7 +284,7 @@ def test_an_instance_that_was_built_before_its_constructor_was_repaired_is_a_con
     del built
 
 
-def test_instances_that_nobody_can_reach_do_not_count(upstream: Upstream, session: SessionMaker) -> None:
+def test_unreachable_instances_do_not_count(upstream: Upstream, session: SessionMaker) -> None:
     module = upstream.load()
     circle = module.Layer()
     circle.itself = circle

@@ -62,7 +62,7 @@ def test_a_replaced_function_names_its_new_owner(upstream: Upstream) -> None:
     assert "theirs (" in (owner_of(upstream, module, "double") or "")
 
 
-def test_a_wrapper_that_claims_to_wrap_the_original_is_still_somebody_elses(upstream: Upstream) -> None:
+def test_a_wrapper_that_claims_to_wrap_the_original_is_still_foreign(upstream: Upstream) -> None:
     module = upstream.load()
     original = module.double
     module.double = functools.wraps(original)(lambda x: original(x))
@@ -70,14 +70,14 @@ def test_a_wrapper_that_claims_to_wrap_the_original_is_still_somebody_elses(upst
     assert "was replaced by" in (owner_of(upstream, module, "double") or "")
 
 
-def test_a_built_in_in_place_of_a_function_is_somebody_elses(upstream: Upstream) -> None:
+def test_a_built_in_in_place_of_a_function_is_foreign(upstream: Upstream) -> None:
     module = upstream.load()
     module.double = abs
 
     assert "builtins.abs" in (owner_of(upstream, module, "double") or "")
 
 
-def test_a_method_that_the_source_does_not_have_is_somebody_elses(upstream: Upstream) -> None:
+def test_a_method_that_the_source_does_not_have_is_foreign(upstream: Upstream) -> None:
     module = upstream.load()
     module.Layer.extra = lambda self: None
 

@@ -252,7 +252,7 @@ def test_two_parts_cannot_be_about_the_same_module(upstream: Upstream) -> None:
         {"threads": (Thread(repository="a/b", number=1, state="open"),)},
     ],
 )
-def test_parts_agree_on_what_the_overlay_is(upstream: Upstream, change: dict[str, Any]) -> None:
+def test_parts_agree_on_the_fields_of_the_overlay(upstream: Upstream, change: dict[str, Any]) -> None:
     first, second = parts(upstream)
 
     with pytest.raises(RegistryError, match=f"here: the parts of double-fix do not agree on {next(iter(change))}"):

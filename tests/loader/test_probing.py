@@ -21,7 +21,7 @@ from megacpp_overlays.source.trees import InstalledTree, SourceTree
     ],
     ids=["source", "place in source", "too deep", "anything else"],
 )
-def test_what_a_probe_raises_is_evidence(upstream: Upstream, error: Exception, evidence: Evidence) -> None:
+def test_an_error_of_a_probe_is_evidence(upstream: Upstream, error: Exception, evidence: Evidence) -> None:
     def trip(_: SourceTree) -> Finding:
         raise error
 

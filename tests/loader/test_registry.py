@@ -80,7 +80,7 @@ def test_an_incomplete_declaration_is_refused(upstream: Upstream, change: dict[s
         registry.check([("here", upstream.overlay(**change))])
 
 
-def test_the_check_that_an_overlay_had_of_its_own_is_refused_with_a_word_of_what_to_delete(
+def test_a_check_of_an_overlay_s_own_is_refused_and_the_error_names_the_code_to_delete(
     upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declared = upstream.overlay()
@@ -92,7 +92,7 @@ def test_the_check_that_an_overlay_had_of_its_own_is_refused_with_a_word_of_what
     assert type(declared)(**fields).variable == declared.variable
 
 
-def test_what_is_no_overlay_is_refused() -> None:
+def test_an_object_that_is_no_overlay_is_refused() -> None:
     with pytest.raises(RegistryError, match="here declares None where an Overlay is expected"):
         registry.check([("here", None)])
 

@@ -396,7 +396,7 @@ def test_a_base_that_comes_before_the_seam_is_an_override(on_class: tuple[Sessio
     del Mixed
 
 
-def test_a_subclass_that_calls_the_seam_is_told_and_counted(on_class: tuple[Session, ModuleType]) -> None:
+def test_a_subclass_that_calls_the_seam_is_reported_and_counted(on_class: tuple[Session, ModuleType]) -> None:
     current, module = on_class
     before = current.audit().fingerprint
 
@@ -476,7 +476,7 @@ def test_a_wrapper_that_raises_when_it_is_asked_is_a_conflict(on_function: tuple
 # Holders that only a walk over the heap finds.
 
 
-def test_what_holds_an_original_where_no_name_leads_is_found_when_it_is_asked_for(
+def test_a_holder_of_an_original_without_a_name_is_found_by_a_deep_audit(
     on_function: tuple[Session, ModuleType],
 ) -> None:
     current, module = on_function

@@ -89,7 +89,7 @@ def test_undoing_twice_is_undoing_once(upstream: Upstream) -> None:
     assert module.double(1) == 3
 
 
-def test_what_somebody_else_put_on_top_is_left_alone(upstream: Upstream) -> None:
+def test_a_third_party_patch_on_top_is_left_alone(upstream: Upstream) -> None:
     module = upstream.load()
     seam = put(module, "double")
 

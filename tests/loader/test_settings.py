@@ -170,7 +170,7 @@ def test_yes_and_no_are_refused_with_the_word_that_is_meant(name: str, yes: str,
         ("1", "did you mean MEGACPP_OVERLAYS=off"),
     ],
 )
-def test_the_list_of_disabled_overlays_says_what_an_unknown_word_means(word: str, hint: str) -> None:
+def test_the_list_of_disabled_overlays_proposes_a_name_for_an_unknown_word(word: str, hint: str) -> None:
     expected = rf"^MEGACPP_OVERLAYS_DISABLE names {re.escape(word)}, which is no overlay; {hint}\? known: flce-none, "
     with pytest.raises(SettingsError, match=expected):
         Settings.from_env({"MEGACPP_OVERLAYS_DISABLE": word}, IDS)

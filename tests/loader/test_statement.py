@@ -97,7 +97,7 @@ def test_a_statement_is_plain_data_without_paths(session: Callable[..., Session]
     assert str(upstream.folder) not in json.dumps(stated)
 
 
-def test_the_files_of_a_plugin_are_part_of_what_it_says(session: Callable[..., Session], upstream: Upstream) -> None:
+def test_the_files_of_a_plugin_are_part_of_the_statement(session: Callable[..., Session], upstream: Upstream) -> None:
     made = session(upstream.overlay())  # declared in made_up.py
     made.arm()
 
@@ -308,7 +308,9 @@ print(megacpp_overlays.audit().fingerprint)
 """
 
 
-def test_the_fingerprint_of_an_audit_is_what_ranks_compare(session: Callable[..., Session], upstream: Upstream) -> None:
+def test_the_fingerprint_of_an_audit_is_the_digest_that_ranks_compare(
+    session: Callable[..., Session], upstream: Upstream
+) -> None:
     made = session(upstream.overlay())
     made.arm()
     upstream.load()

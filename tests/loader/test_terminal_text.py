@@ -105,7 +105,7 @@ def test_a_yank_reason_stays_in_its_row() -> None:
     assert "no drift" not in text.splitlines()
 
 
-def test_a_table_of_ranks_shows_what_a_rank_says_and_no_more() -> None:
+def test_a_table_of_ranks_shows_text_of_a_rank_without_control_characters() -> None:
     said = [{"version": version, "decisions": []} for version in ("1", CLEARS)]
     found = differences.find([StatementGroup(each, (rank,)) for rank, each in enumerate(said)])
     verdict = RanksVerdict(2, 1, 4.0, ((0,), (1,)), (Example(1, CLEARS),), found, (), CLEARS)

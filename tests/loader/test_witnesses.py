@@ -138,7 +138,7 @@ def test_a_kept_witness_outweighs_the_observation_of_the_overlay(kept: Kept) -> 
     assert record.decision is Decision.RETIRED, record.reason
 
 
-def test_without_a_witness_the_finding_is_what_it_was(kept: Kept) -> None:
+def test_without_a_witness_the_finding_does_not_change(kept: Kept) -> None:
     kept.file.unlink()
 
     record = kept.decide()

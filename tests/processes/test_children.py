@@ -160,7 +160,7 @@ def test_each_kind_of_child_runs_repaired_or_stock_code(
 @pytest.mark.parametrize(
     "kinds", [pytest.param((), marks=pytest.mark.full), ("spawn", "grandchild", "-S")], ids=["all", "few"]
 )
-def test_run_reaches_what_reach_children_reaches(
+def test_run_reaches_the_same_children_as_reach_children(
     upstream: Upstream, env: dict[str, str], kinds: tuple[str, ...]
 ) -> None:
     launcher = write(upstream, KINDS)

@@ -367,7 +367,7 @@ def kept(tmp_path: Path, **more: object) -> Path:
         ({"ranks": "yes"}, "not compared by what made this page"),
     ],
 )
-def test_the_page_says_what_is_known_of_the_ranks(tmp_path: Path, more: dict[str, object], says: str) -> None:
+def test_the_page_says_whether_ranks_were_compared(tmp_path: Path, more: dict[str, object], says: str) -> None:
     code = cli.main(["audit", "--html", str(tmp_path / "x.html"), "--of", str(kept(tmp_path, **more))])
 
     assert code == ExitCode.CLEAN

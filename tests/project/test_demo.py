@@ -119,7 +119,7 @@ def test_the_model_learns(current: Run) -> None:
 
 
 @pytest.mark.full
-def test_switched_off_it_says_what_is_broken_and_still_exits_cleanly(switched_off: Run) -> None:
+def test_switched_off_it_names_the_broken_claims_and_still_exits_cleanly(switched_off: Run) -> None:
     assert switched_off.code == 0
     assert (switched_off.decision(EXEMPTION), switched_off.decision(LOSS)) == ("disabled", "disabled")
     assert switched_off.outcomes()[:2] == ["broken", "broken"]
@@ -172,7 +172,7 @@ def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_pat
 @pytest.mark.parametrize(
     ("lane", "loss_decision"), [("spring-2026", "active"), ("newest", "retired"), ("edge", "retired")]
 )
-def test_another_lane_shows_what_its_releases_need(tmp_path: Path, lane: str, loss_decision: str) -> None:
+def test_another_lane_shows_the_overlays_of_its_releases(tmp_path: Path, lane: str, loss_decision: str) -> None:
     assert LANES[lane].exists(), f"there is no {LANES[lane]}: run `make setup`"
 
     run = run_demo(tmp_path, python=LANES[lane], steps=4)

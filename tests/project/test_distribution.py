@@ -9,7 +9,7 @@ from places import ROOT
 LIGER = "tests/overlays/test_liger_flce_none_backward.py"
 
 
-def test_what_is_named_is_there() -> None:
+def test_every_listed_name_exists() -> None:
     tests = ROOT / "tests"
 
     assert [room for room in FIRST if not (tests / room).is_dir()] == []

@@ -130,7 +130,7 @@ def test_a_process_runs_once_for_a_key(checkout: Path, monkeypatch: pytest.Monke
     assert kept_answers.answer("facts.py") == {"found": 2}
 
 
-def test_a_process_that_loads_what_its_key_does_not_cover_is_an_error(tmp_path: Path) -> None:
+def test_a_process_that_loads_a_module_outside_its_key_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "sly.py"
     script.write_text(
         "import importlib\nimportlib.import_module('megacpp_overlays' + '.kernels.devices')\nprint('{}')\n"

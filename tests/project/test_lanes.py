@@ -243,7 +243,7 @@ def test_what_is_active_or_needs_a_person_has_a_line_and_nothing_else_has(
 
 
 @each_lane
-def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(
+def test_overlays_that_are_due_for_deletion_are_those_that_the_audit_calls_retired(
     audits: Callable[[str], Preflight], lane: str
 ) -> None:
     retired = [overlay for overlay, found in audits(lane)[1].items() if found["decision"] == "retired"]

@@ -171,7 +171,7 @@ PROJECT_VERSION = version_in_the_tree()
 DIST_INFO = f"megacpp_overlays-{PROJECT_VERSION}.dist-info"
 
 
-def test_what_is_advised_for_a_missing_extra_is_what_the_extra_has() -> None:
+def test_the_advice_for_a_missing_extra_names_the_packages_of_the_extra() -> None:
     declared = {each.partition(";")[0] for each in PROJECT["project"]["optional-dependencies"]["upkeep"]}
 
     assert set(commands.EXTRA.values()) == declared

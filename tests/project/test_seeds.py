@@ -46,13 +46,13 @@ def test_who_drew_before_finds_its_next_numbers_afterwards() -> None:
     assert found == expected
 
 
-def test_a_test_draws_what_its_own_name_gives(request: pytest.FixtureRequest) -> None:
+def test_random_numbers_of_a_test_depend_on_its_own_name(request: pytest.FixtureRequest) -> None:
     found = _numbers()
 
     with seeds.drawing(request.node.nodeid):
         assert found == _numbers()
 
 
-def test_a_fixture_draws_what_its_own_name_gives(drawn: tuple[float, float, float]) -> None:
+def test_random_numbers_of_a_fixture_depend_on_its_own_name(drawn: tuple[float, float, float]) -> None:
     with seeds.drawing(f"tests/project/{__name__.rpartition('.')[2]}.py::drawn[0]"):
         assert drawn == _numbers()

@@ -127,7 +127,7 @@ def results_of(open_page: Open, words: str) -> list[tuple[str, str]]:
         ("loss for each token kernel", "docs/kernels", "token"),
     ],
 )
-def test_a_search_finds_what_to_do_before_what_was_measured(open_page: Open, words: str, page: str, says: str) -> None:
+def test_a_search_lists_instructions_before_measurements(open_page: Open, words: str, page: str, says: str) -> None:
     found = results_of(open_page, words)
 
     assert any(name == page and says.lower() in text.lower() for name, text in found[:3]), found[:3]

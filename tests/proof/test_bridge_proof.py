@@ -194,7 +194,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_a_name_stands_in_for_the_module_that_asks_and_for_no_other(stand_ins: Any) -> None:
+def test_a_stand_in_is_seen_by_the_module_that_asks_and_by_no_other(stand_ins: Any) -> None:
     asks = importlib.import_module("asks_and_has_it")
 
     assert asks.Named is stand_ins.Nothing
@@ -203,7 +203,7 @@ def test_a_name_stands_in_for_the_module_that_asks_and_for_no_other(stand_ins: A
         importlib.import_module("asks_in_vain")
 
 
-def test_nothing_stands_in_for_what_is_installed(stand_ins: Any, tmp_path: Path) -> None:
+def test_an_installed_module_has_no_stand_in(stand_ins: Any, tmp_path: Path) -> None:
     (tmp_path / "absent_thing").mkdir()
     (tmp_path / "absent_thing/part.py").write_text("class Named: real = True\n")
     importlib.invalidate_caches()

@@ -181,7 +181,7 @@ def test_a_row_is_judged_by_the_truth(judge: Callable[..., Found], stock: Any, o
     assert judge(stock=stock, overlays=ours)["outcome"] == outcome
 
 
-def test_what_ends_a_side_is_said(judge: Callable[..., Found]) -> None:
+def test_the_error_that_ends_a_side_is_reported(judge: Callable[..., Found]) -> None:
     assert judge(stock="RuntimeError: sizes differ\nmore", overlays=1.0)["error"] == "stock: RuntimeError: sizes differ"
 
 

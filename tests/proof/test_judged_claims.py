@@ -217,7 +217,7 @@ def test_the_defect_is_far_more_than_a_gpu_allows(kept: Kept) -> None:
     assert {"trainer-prompts-overlay", "trainer-weights-overlay"} <= failed
 
 
-def test_what_was_not_measured_fails(kept: Kept) -> None:
+def test_a_claim_without_a_measurement_fails(kept: Kept) -> None:
     del kept["measured"]["trainer"]
 
     assert {outcome for claim, outcome in outcomes(kept).items() if claim.startswith("trainer")} == {"FAILS"}

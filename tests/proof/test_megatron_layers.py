@@ -115,7 +115,7 @@ def test_every_claim_that_is_kept_holds_or_is_upstreams_own(receipts: Kept) -> N
 
 
 @pytest.mark.parametrize(("factor", "outcome"), [(1.002, "HOLDS"), (1.0, "FAILS")])
-def test_what_rounding_does_to_stock_is_allowed_twice(receipts: Kept, factor: float, outcome: str) -> None:
+def test_twice_the_rounding_of_stock_is_allowed(receipts: Kept, factor: float, outcome: str) -> None:
     rounded = json.loads(json.dumps(runs(receipts, "latent")[STOCK]))
     rounded["losses"][3] *= factor
     put("latent", **{ROUNDED: rounded})(receipts)
@@ -124,7 +124,7 @@ def test_what_rounding_does_to_stock_is_allowed_twice(receipts: Kept, factor: fl
     assert outcomes(receipts)["megatron-layers-latent"] == outcome
 
 
-def test_what_fla_refuses_both_ways_is_upstreams_own_and_quoted(receipts: Kept) -> None:
+def test_an_error_of_fla_in_both_ways_is_upstreams_own_and_quoted(receipts: Kept) -> None:
     put("kernels", stock=HOPPER, overlays=HOPPER)(receipts)
 
     found = verdicts(receipts)["megatron-layers-kernels"]

@@ -374,7 +374,7 @@ def test_a_claim_of_a_gpu_says_what_it_rests_on(
     assert says in found.figure
 
 
-def test_the_page_of_a_gpu_has_what_was_tried_and_what_was_captured(receipts: Kept) -> None:
+def test_the_page_of_a_gpu_has_the_tried_sizes_and_the_steps_under_graphs(receipts: Kept) -> None:
     import page
 
     micro_batches(4, 32)(receipts)
@@ -419,7 +419,7 @@ def test_the_largest_size_is_found_in_few_launches(fits: int, begin: int, found:
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", False),
     ],
 )
-def test_an_end_for_want_of_memory_is_told_from_any_other(error: str, memory: bool) -> None:
+def test_an_end_for_want_of_memory_is_distinguished_from_any_other(error: str, memory: bool) -> None:
     from megatron_launcher import is_out_of_memory
 
     assert is_out_of_memory(error) == memory
@@ -493,7 +493,7 @@ def test_a_checkout_is_copied_and_nothing_is_written_into_it(checkout: Path, tmp
 
 
 @pytest.mark.full
-def test_the_hash_of_what_git_does_not_know_is_of_every_file(checkout: Path, tmp_path: Path) -> None:
+def test_the_hash_of_a_checkout_without_git_covers_every_file(checkout: Path, tmp_path: Path) -> None:
     from megatron_checkout import copied
 
     seen = []

@@ -197,7 +197,7 @@ def test_in_the_receipts_every_group_really_passes_tests_and_says_how_many(measu
 # --- the page ---
 
 
-def test_the_page_has_the_counts_the_repaired_ones_and_what_was_not_collected() -> None:
+def test_the_page_has_the_counts_the_repaired_tests_and_those_that_were_not_collected() -> None:
     import megatron_unit_page
 
     stock = ran(
@@ -340,7 +340,7 @@ def test_a_test_that_is_left_out_is_not_run(root: Path) -> None:
     assert found["passed"] == {"tests/unit_tests/test_a.py": ["test_passes"]}
 
 
-def test_when_the_time_is_over_no_test_is_begun_and_what_was_finished_is_kept(root: Path) -> None:
+def test_when_the_time_is_over_no_test_is_begun_and_finished_tests_are_kept(root: Path) -> None:
     found = run(root, "test_a.py", armed=True, limit_s=0.0)
 
     file = "tests/unit_tests/test_a.py"

@@ -106,7 +106,7 @@ def test_a_wrapper_holds_the_original(upstream: Any, text: str) -> None:
     assert found.was == "upstream.layers.clip"
 
 
-def test_a_wrapper_that_calls_itself_what_it_wraps_is_named_by_its_code(upstream: Any) -> None:
+def test_a_wrapper_with_the_name_of_its_target_is_named_by_its_code(upstream: Any) -> None:
     new = written("@functools.wraps(old)\ndef new(values):\n    return 0\n", old=upstream.clip)
 
     (found,) = changes_of(upstream, lambda module: setattr(module, "clip", new))

@@ -49,7 +49,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
 
 
 @pytest.mark.full
-def test_every_claim_holds_but_what_upstream_fails_itself(proof: Proof) -> None:
+def test_every_claim_holds_except_those_that_upstream_fails_itself(proof: Proof) -> None:
     said = {claim["id"]: (claim["outcome"], claim["figure"]) for claim in proof.found["claims"]}
 
     assert {claim: outcome for claim, (outcome, _) in said.items() if outcome != "HOLDS"} == {
@@ -59,7 +59,7 @@ def test_every_claim_holds_but_what_upstream_fails_itself(proof: Proof) -> None:
 
 
 @pytest.mark.full
-def test_it_says_what_it_does_while_it_does_it(proof: Proof) -> None:
+def test_it_reports_its_progress(proof: Proof) -> None:
     lines = proof.output.splitlines()
     begin = [line.split("]")[0] for line in lines if line.startswith("[")]
 
@@ -94,7 +94,7 @@ def test_liger_s_own_tests_run_against_the_broken_release(proof: Proof) -> None:
 
 
 @pytest.mark.full
-def test_page_and_plot_say_what_was_found(proof: Proof) -> None:
+def test_page_and_plot_have_the_results(proof: Proof) -> None:
     page, plot = ((proof.folder / name).read_text() for name in ("cpu.md", "cpu.svg"))
 
     assert page.count("| HOLDS |") == 11

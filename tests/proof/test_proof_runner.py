@@ -73,7 +73,7 @@ def test_the_table_has_each_claim_with_its_outcome_and_its_figure(tmp_path: Path
     assert lines[-1] == "1 HOLDS, 1 FAILS, 0 UPSTREAM"
 
 
-def test_what_cannot_be_measured_fails_aloud_and_others_are_measured_all_the_same(tmp_path: Path) -> None:
+def test_a_subject_that_cannot_be_measured_fails_aloud_and_others_are_still_measured(tmp_path: Path) -> None:
     from runner import exit_code
     from runner import prove as prove_subjects
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_fails_aloud_and_others_are_measured_all_the_sam
     assert exit_code(found["claims"]) == 1
 
 
-def test_what_was_measured_is_kept_after_each_subject(tmp_path: Path) -> None:
+def test_measurements_are_kept_after_each_subject(tmp_path: Path) -> None:
     from runner import prove as prove_subjects
 
     kept: list[tuple[list[str], int]] = []
@@ -168,7 +168,7 @@ def test_receipts_given_twice_end_with_the_reason_and_write_nothing(tmp_path: Pa
 # --- processes and the command line ---
 
 
-def test_a_process_that_ends_badly_is_named_with_the_end_of_what_it_wrote(tmp_path: Path) -> None:
+def test_a_process_that_ends_badly_is_named_with_the_end_of_its_output(tmp_path: Path) -> None:
     from processes import ProofError, start
 
     script = tmp_path / "launcher.py"
@@ -269,7 +269,7 @@ def test_a_gpu_trains_a_real_size_on_one_device(monkeypatch: pytest.MonkeyPatch)
     assert (small.words, small.env["CUDA_VISIBLE_DEVICES"]) == ((), "")
 
 
-def test_an_interpreter_without_a_trainer_is_told_which_has_one() -> None:
+def test_an_interpreter_without_a_trainer_gets_the_name_of_one_that_has_it() -> None:
     done = prove(python=sys.executable)
 
     assert done.returncode == 2
@@ -286,7 +286,7 @@ def test_page_and_plot_that_are_kept_are_those_of_the_receipts(tmp_path: Path) -
         assert (tmp_path / name).read_text() == (results / name).read_text()
 
 
-def test_the_readme_quotes_what_the_page_says(kept: dict[str, Any]) -> None:
+def test_the_readme_quotes_the_page(kept: dict[str, Any]) -> None:
     readme = (ROOT / "README.md").read_text().partition("## Proof\n")[2].partition("\n## ")[0]
     figures = {claim["id"]: claim["figure"] for claim in kept["claims"]}
     text = " ".join(readme.split())

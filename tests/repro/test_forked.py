@@ -141,7 +141,7 @@ def test_jobs_run_side_by_side(servers: ForkServers, tmp_path: Path) -> None:
     assert list(found) == [(None, "x\n"), (None, "y\n")]
 
 
-def test_what_is_compiled_on_a_gpu_runs_as_it_is_written_on_a_cpu(servers: ForkServers, tmp_path: Path) -> None:
+def test_code_that_is_compiled_on_a_gpu_runs_as_written_on_a_cpu(servers: ForkServers, tmp_path: Path) -> None:
     code = (
         "import torch\n"
         "def backend(graph, inputs):\n    print('compiled')\n    return graph\n"
@@ -165,7 +165,9 @@ def test_no_target_of_an_overlay_is_imported_before_the_job(servers: ForkServers
         assert found == (None, "\n")
 
 
-def test_what_a_job_names_is_imported_before_it_as_far_as_it_can_be(servers: ForkServers, tmp_path: Path) -> None:
+def test_modules_that_a_job_names_are_imported_before_it_as_far_as_possible(
+    servers: ForkServers, tmp_path: Path
+) -> None:
     (tmp_path / "broken_here.py").write_text("raise OSError('no driver')")
     code = "import sys\nprint('wave' in sys.modules, 'broken_here' in sys.modules)\n"
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -186,7 +188,7 @@ def test_a_copy_that_was_armed_before_has_the_settings_of_its_job(servers: ForkS
         assert found[1].splitlines()[-1] == f"True {mode}"
 
 
-def test_what_starts_a_thread_is_not_imported_before(servers: ForkServers, tmp_path: Path) -> None:
+def test_a_module_that_starts_a_thread_is_not_imported_before(servers: ForkServers, tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     )

@@ -19,7 +19,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_answer_is_what_git_prints(repository: Path) -> None:
+def test_an_answer_is_the_output_of_git(repository: Path) -> None:
     assert git.run(repository, "ls-files", "-z") == "layers.py\0"
     assert git.ask(repository, "rev-parse", "--abbrev-ref", "HEAD") == "main"
 
@@ -30,7 +30,7 @@ def test_a_failure_is_an_error_with_the_first_line_of_git(repository: Path) -> N
     assert git.ask(repository, "rev-parse", "--verify", "nonsense") is None
 
 
-def test_without_git_that_is_what_is_said(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_the_error_says_so(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
 
     with pytest.raises(git.GitError, match="git is not installed here"):

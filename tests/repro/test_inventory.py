@@ -118,7 +118,7 @@ def what_is_guarded(entry: Described) -> Iterator[str]:
         yield "its solution requires no release"
 
 
-def test_a_class_says_which_overlays_there_are_and_what_is_guarded_was_repaired_by_upstream() -> None:
+def test_a_class_fits_the_overlays_and_a_guarded_defect_was_repaired_by_upstream() -> None:
     assert not wrong(class_and_overlays, what_is_guarded)
 
 
@@ -143,7 +143,7 @@ def joined(entry: Described) -> Iterator[str]:
         yield f"it joins a thread, and upstream is {entry.file.upstream}"
 
 
-def test_what_is_settled_is_never_filed_and_what_joins_a_thread_has_an_open_one() -> None:
+def test_a_settled_pack_is_never_filed_and_one_that_joins_a_thread_has_an_open_one() -> None:
     assert not wrong(priority, joined)
 
 

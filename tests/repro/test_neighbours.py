@@ -191,7 +191,7 @@ class Tensor:
     ],
     ids=["a number", "a truth", "sequences in sequences", "a tensor", "tensors in a sequence", "a generator"],
 )
-def test_what_is_returned_becomes_numbers_in_order(value: object, numbers: Sequence[float]) -> None:
+def test_returned_values_become_numbers_in_order(value: object, numbers: Sequence[float]) -> None:
     assert measure(lambda: {"loss": value}) == NeighbourResult(numbers={"loss": numbers})
 
 
@@ -260,7 +260,7 @@ def test_the_same_numbers_are_the_same(stock: Sequence[float], ours: Sequence[fl
     ],
     ids=["a bit", "the largest distance", "no zero", "becomes nan", "was nan", "another infinity", "fewer"],
 )
-def test_other_numbers_are_told_by_name(stock: Sequence[float], ours: Sequence[float], says: str) -> None:
+def test_other_numbers_are_reported_by_name(stock: Sequence[float], ours: Sequence[float], says: str) -> None:
     found = difference({"right": [1.0], "loss": stock}, {"right": [1.0], "loss": ours})
 
     assert found is not None
@@ -283,7 +283,7 @@ def test_rounding_is_measured_by_the_largest_number_of_its_name(apart: float, is
 
 
 @pytest.mark.parametrize(("stock", "ours"), [([math.inf, 1.0], [1.0, 1.0]), ([1.0], [math.nan]), ([0.0], [1e-9])])
-def test_rounding_allows_neither_infinities_nor_what_was_zero(stock: Sequence[float], ours: Sequence[float]) -> None:
+def test_rounding_allows_neither_infinities_nor_changes_of_zeros(stock: Sequence[float], ours: Sequence[float]) -> None:
     assert difference({"loss": stock}, {"loss": ours}, rounding=0.5) is not None
 
 

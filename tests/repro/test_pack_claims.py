@@ -65,7 +65,7 @@ def test_a_held_pack_declares_claims_and_its_targets_are_those_of_its_pack_file(
 
 
 @given(uses=st.integers(1, 5))
-def test_a_product_written_once_gives_what_it_gave_and_is_computed_once_a_chunk(uses: int) -> None:
+def test_a_product_written_once_gives_the_same_result_and_is_computed_once_a_chunk(uses: int) -> None:
     text = made.siso(uses)
 
     once = SISO.write_once(text)
@@ -116,7 +116,7 @@ def test_pack_04_the_installed_kernel_writes_it_three_times() -> None:
 
 
 @pytest.mark.parametrize("loops", [True, False], ids=["loops flat", "places flat"])
-def test_the_flat_form_computes_what_the_kernels_compute(loops: bool) -> None:
+def test_the_flat_form_computes_the_same_as_the_kernels(loops: bool) -> None:
     flat = MIMO.flatten(made.MIMO, loops=loops)
 
     for before, after in zip(made.run_mimo(made.MIMO, flat=False), made.run_mimo(flat, flat=True), strict=True):
@@ -382,7 +382,7 @@ def test_a_claim_holds_without_a_gpu(pack: int, case: str, needs: tuple[str, ...
 
 
 @pytest.mark.upstream
-def test_pack_14_float32_beside_bf16_is_refused_by_the_compiler() -> None:
+def test_pack_14_float32_with_bf16_is_refused_by_the_compiler() -> None:
     if find_spec("tilelang") is None:
         pytest.skip("tilelang is not installed")
 

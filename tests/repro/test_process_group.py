@@ -50,7 +50,7 @@ def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
     demand_end((tmp_path / "child").read_text())
 
 
-def test_one_that_takes_too_long_may_end_what_it_started_first(tmp_path: Path) -> None:
+def test_a_process_that_takes_too_long_gets_sigterm_and_time_to_end(tmp_path: Path) -> None:
     code = (
         "import pathlib, signal, sys, time\n"
         "def end(*_):\n    pathlib.Path('ended').touch()\n    sys.exit()\n"
@@ -63,7 +63,7 @@ def test_one_that_takes_too_long_may_end_what_it_started_first(tmp_path: Path) -
     assert (tmp_path / "ended").exists() == (tmp_path / "ready").exists()
 
 
-def test_what_it_started_ends_with_whoever_asked_for_it_however_that_ends(tmp_path: Path) -> None:
+def test_children_end_with_the_process_that_asked_for_them_however_that_ends(tmp_path: Path) -> None:
     """SIGKILL leaves no time for anything."""
     code = (
         "import os, subprocess, sys\n"
@@ -86,7 +86,7 @@ def test_what_it_started_ends_with_whoever_asked_for_it_however_that_ends(tmp_pa
     demand_end(*started)
 
 
-def test_nothing_is_left_of_whoever_watches(tmp_path: Path) -> None:
+def test_nothing_is_left_of_the_watching_process(tmp_path: Path) -> None:
     before = children_of(os.getpid())
 
     assert run("pass", tmp_path) is None

@@ -91,7 +91,7 @@ def only_receipt(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_a_receipt_holds_what_the_log_shows(folder: Path) -> None:
+def test_a_receipt_has_the_sentinels_of_its_log(folder: Path) -> None:
     receipt = only_receipt(manifest.read(folder))
 
     assert receipts.problems(folder) == []
@@ -383,7 +383,7 @@ def write_facts(folder: Path, upstream: str = "new", priority: str = "crash", mo
     (folder / "99-double" / "pack.toml").write_text(text)
 
 
-def test_facts_of_the_pack_are_in_the_manifest_beside_the_declared_ones(
+def test_facts_of_the_pack_are_in_the_manifest_with_the_declared_ones(
     folder: Path, overlays: tuple[Overlay, ...]
 ) -> None:
     target = '[[targets]]\ndistribution = "made"\nmodule = "made.other"\nsymbol = "x"\n'
@@ -472,7 +472,7 @@ def test_saved_answers_that_are_none_are_refused(folder: Path, overlays: tuple[O
         ("new", "none", ["its priority is none: that is never filed"]),
     ],
 )
-def test_what_is_ready_has_something_to_file_and_a_place_in_a_wave(
+def test_a_ready_pack_has_something_to_file_and_a_place_in_a_wave(
     folder: Path, overlays: tuple[Overlay, ...], upstream: str, priority: str, says: list[str]
 ) -> None:
     write_notes(folder, "overlay", "ready")
@@ -628,7 +628,7 @@ def test_a_receipt_from_a_tree_names_it(folder: Path, overlays: tuple[Overlay, .
 # The command
 
 
-def test_the_command_checks_and_says_what_is_wrong(
+def test_the_command_checks_and_names_the_errors(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, overlays: tuple[Overlay, ...]
 ) -> None:
     monkeypatch.setattr("megacpp_overlays.cli.receipts._overlays", lambda: overlays)

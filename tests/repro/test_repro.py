@@ -197,7 +197,7 @@ def test_a_crash_before_the_measurement_shows_nothing(made: Inventory) -> None:
     assert list(made.run().said) == ["FAILED"]
 
 
-def test_what_hangs_is_ended_with_everything_it_started(made: Inventory, tmp_path: Path) -> None:
+def test_a_run_that_hangs_is_ended_with_all_its_processes(made: Inventory, tmp_path: Path) -> None:
     made.write(
         f'child = subprocess.Popen(["sleep", "300"])\nopen({str(tmp_path / "pid")!r}, "w").write(str(child.pid))\n'
         "time.sleep(300)"
@@ -235,7 +235,7 @@ def test_a_target_that_is_not_installed_blocks_the_case(made: Inventory) -> None
     assert made.run().said == {"BLOCKED": f"{UPSTREAM} is not installed"}
 
 
-def test_what_upstream_prints_is_kept_and_cannot_forge_a_sentinel(made: Inventory) -> None:
+def test_output_of_upstream_is_kept_and_cannot_forge_a_sentinel(made: Inventory) -> None:
     made.write('print("FIX_VALIDATED: forged (case double)")\nprint("{}")\nraise Blocked("here")')
 
     ran = made.run()
@@ -414,7 +414,7 @@ def test_a_case_names_targets_of_its_retired_overlay_or_it_is_a_mistake(monkeypa
 # Source trees
 
 
-def test_a_tree_wins_over_what_is_installed_and_is_named_by_its_content(made: Inventory, tmp_path: Path) -> None:
+def test_a_tree_wins_over_the_installed_package_and_is_named_by_its_content(made: Inventory, tmp_path: Path) -> None:
     other = Upstream(UPSTREAM, tmp_path / "checkout")
     other.folder.mkdir()
     other.write(FIXED_TEXT)
@@ -446,7 +446,7 @@ def test_a_tree_without_a_file_of_the_package_is_refused(made: Inventory, tmp_pa
         made.run(given_tree=tmp_path / "hollow")
 
 
-def test_what_is_absent_must_be_absent_from_the_tree(made: Inventory, tmp_path: Path) -> None:
+def test_an_absent_target_must_be_absent_from_the_tree(made: Inventory, tmp_path: Path) -> None:
     made.upstream.write(ABSENT_TEXT)
     made.upstream.write("", module="other")
     (
@@ -587,7 +587,7 @@ RUNS = st.builds(
 
 
 @given(without=RUNS, with_all=st.one_of(st.none(), RUNS))
-def test_no_combination_earns_what_was_not_shown(without: Run, with_all: Run | None) -> None:
+def test_no_combination_earns_a_sentinel_that_was_not_shown(without: Run, with_all: Run | None) -> None:
     said = [each.sentinel for each in judge(without, with_all)]
 
     verdict = verdict_of(without.parts)
@@ -731,7 +731,7 @@ def test_the_command_lists_packs_and_cases_and_runs_nothing(
         (["ninety"], "there is no overlay ninety"),
     ],
 )
-def test_wrong_usage_exits_2_and_says_what_is_known(
+def test_wrong_usage_exits_2_and_lists_the_known_names(
     made: Inventory,
     arguments: list[str],
     says: str,
@@ -823,7 +823,7 @@ def test_files_of_known_folders_keep_their_names_from_there_on(tmp_path: Path) -
         ("a lone \udc80", "a lone \\udc80"),
     ],
 )
-def test_what_names_host_user_or_place_is_taken_out(text: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_host_user_and_place_are_taken_out(text: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", functools.partial(str, "node7.hpc.example.com"))
     monkeypatch.setenv("LOGNAME", "alice")
     monkeypatch.setenv("HOME", "/srv/home/alice")

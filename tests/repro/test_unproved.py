@@ -143,7 +143,7 @@ def test_a_part_whose_seams_cannot_be_placed_is_a_conflict_that_names_the_clause
 
 
 @pytest.mark.full
-def test_a_repair_that_nobody_read_retires_and_another_defect_beside_it_is_not_covered_up(
+def test_a_repair_that_no_probe_knows_retires_and_a_second_defect_is_not_covered_up(
     found: Callable[..., Any],
 ) -> None:
     answers = found(MEGATRON, repaired=REPAIRED, worse=WORSE)

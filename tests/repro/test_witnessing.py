@@ -70,7 +70,7 @@ def made(tmp_path: Path, session: Callable[..., Session], monkeypatch: pytest.Mo
         del sys.modules[name]
 
 
-def test_what_is_proved_is_retired_until_a_source_is_edited(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_proved_repair_is_retired_until_a_source_is_edited(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     before = made.decide()
 
     code = made.witness()
@@ -170,7 +170,7 @@ def test_a_pack_without_a_case_for_it_proves_nothing(made: Made, capsys: pytest.
 
 
 @pytest.mark.parametrize(("text", "verdict"), [(FIXED_TEXT, ""), (BROKEN_TEXT, "BROKEN")], ids=["fixed", "broken"])
-def test_what_does_not_look_repaired_is_not_run(
+def test_a_part_that_does_not_look_repaired_is_not_run(
     made: Made, text: str, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.packs.write(DIES)
@@ -186,7 +186,9 @@ def test_what_does_not_look_repaired_is_not_run(
     assert capsys.readouterr().out == "nothing that is here is unproved\n"
 
 
-def test_what_was_proved_is_not_proved_again_unless_it_is_named(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_proved_overlay_is_not_proved_again_unless_it_is_named(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     made.witness()
     made.packs.write(BLOCKED)
     capsys.readouterr()
@@ -222,7 +224,7 @@ def test_wrong_usage_exits_2(made: Made, arguments: list[str], capsys: pytest.Ca
     assert "double-fix" in capsys.readouterr().err or arguments[0] != "dubble-fix"
 
 
-def test_an_audit_can_prove_what_looks_repaired_first(
+def test_an_audit_can_first_prove_suspected_repairs(
     made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inventory, "own_folder", lambda: made.packs.folder)
@@ -299,7 +301,7 @@ def test_cases_of_other_parts_prove_a_repair_by_seams_and_never_one_by_upstream(
     ],
     ids=["the defect", "nothing", "a repair that no place has"],
 )
-def test_with_all_the_cases_of_what_is_recognised_are_run_too(
+def test_with_all_the_cases_of_recognised_overlays_are_run_too(
     made: Made, body: str, says: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.upstream.write(BROKEN_TEXT)
@@ -355,7 +357,9 @@ def test_of_limits_what_is_asked_to_a_distribution(made: Made, capsys: pytest.Ca
     assert "--of no-such-library: no overlay is about it" in capsys.readouterr().err
 
 
-def test_what_is_unproved_is_proved_and_not_asked_about_twice(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unproved_overlay_is_proved_and_not_asked_about_twice(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert made.witness("--all") == 0
 
     said = capsys.readouterr().out

@@ -49,7 +49,7 @@ class Rounds:
         return list(witnessing.prove(self.parts, self.parts, self.how))
 
 
-def test_what_stayed_broken_is_tried_once_more_with_the_seams_of_the_others(
+def test_an_overlay_that_stayed_broken_is_tried_once_more_with_the_seams_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = Rounds(tmp_path, first={"second"}, second=set())
