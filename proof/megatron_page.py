@@ -115,7 +115,7 @@ def micro_batches(found: Found) -> list[str]:
     return [
         "## The largest micro-batch",
         "",
-        f"The same launcher and model, {STEPS} steps of one micro-batch each. What fits is doubled, up to {found['most']}; overlays begin",
+        f"The same launcher and model, {STEPS} steps of one micro-batch each. A size that fits is doubled, up to {found['most']}; overlays begin",
         "where stock ended. An end for any other reason than memory is an error.",
         "",
         *table(["way", "samples", "most memory"], rows),
@@ -149,7 +149,7 @@ def neighbours(found: Found) -> list[str]:
     return [
         f"## A checkpoint without `{PADDING}`",
         "",
-        f"`{' '.join(BUCKETS.words)}`, and what `megacpp-overlays checkpoint` says of what was saved:",
+        f"`{' '.join(BUCKETS.words)}`, and the output of `megacpp-overlays checkpoint` about the saved checkpoint:",
         "",
         *(f"- {name}: {says}" for name, says in sorted(wrong.items())),
     ]

@@ -23,9 +23,9 @@ def section(found: Found) -> list[str]:
     return [
         "## Megatron-LM's own unit tests",
         "",
-        f"Those in `{FOLDER}` of what overlays replace, as they are, in a world of {_world(found)}; those that want more ranks, Transformer Engine,",
+        f"Those in `{FOLDER}` of the code that overlays replace, as they are, in a world of {_world(found)}; those that want more ranks, Transformer Engine,",
         "mamba-ssm or another package that is not here fail or are skipped, with overlays and without. Groups that differ are run once",
-        f"more: what stock does otherwise then is its own. A group begins no test after {found['limit_s']:.0f} s.",
+        f"more: differences of stock between both runs are its own. A group begins no test after {found['limit_s']:.0f} s.",
         "",
         *table(["group", "overlays", *KINDS, "ended"], rows),
         "",

@@ -15,8 +15,8 @@ INTRODUCTION = """\
 # Patches of other libraries
 
 Other libraries replace functions of Megatron-Core, Liger and Transformer Engine, too. Such a patch can take the place of a
-seam, or of a function that a probe read before an overlay was installed beside it. This page lists the names that five
-libraries replace, and what `audit()` says afterwards. Each set of patches ran in two processes: it was applied before
+seam, or of a function that a probe read before an overlay was installed on it. This page lists the names that five
+libraries replace, and the result of `audit()` afterwards. Each set of patches ran in two processes: it was applied before
 `import megacpp_overlays` in one, and after it in the other. Overlays that are off by default were on.
 
 `make other-patches` measures all of it again and writes this page; receipts are in
@@ -136,7 +136,7 @@ def said(decisions: Iterable[Mapping[str, Any]]) -> list[str]:
         for each in decisions
     ]
     if not rows:
-        return ["Every decision is what it is without the patches."]
+        return ["Every decision is the same as without the patches."]
     return table(["overlay", "part", "without", "with", "reason"], rows)
 
 

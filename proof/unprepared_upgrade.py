@@ -30,7 +30,7 @@ TABLE = PROJECT / "proof/differential/run.py"
 INTRODUCTION = """\
 # An upgrade that nobody prepared, and a run after it
 
-Written by `make unprepared`. Every process forgets what this package read of {distribution} in releases after {last}, while
+Written by `make unprepared`. Every process forgets the findings of this package about {distribution} in releases after {last}, while
 {release} is installed. An audit decides on that day, `megacpp-overlays witness` runs once, and with the witnesses that it keeps the
 demo and the [table of configurations](differential-cpu.md) run, which compares training steps with float64.
 

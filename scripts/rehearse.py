@@ -48,7 +48,7 @@ def page(results: list[dict[str, Any]]) -> str:
         "",
         "Written by `make rehearse`. Everything that was learnt of releases after the first version is forgotten, the second one is",
         "put on the path, and an audit decides: on the day it comes out, and after one `megacpp-overlays witness`. The decision",
-        "beside is the one with all that is known. An overlay is wrong if it is active and must not be, or out as repaired and is",
+        "in the second column is the one with all that is known. An overlay is wrong if it is active and must not be, or out as repaired and is",
         "needed.",
     ]
     for each in results:

@@ -60,7 +60,7 @@ def markdown(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]], note
             "",
             "## Without a receipt",
             "",
-            f"{len(unseen)} edits have none; where a note says so, what `witness` said of one is known.",
+            f"{len(unseen)} edits have none; a note has the result of `witness` where it is known.",
         ]
         lines += [
             "",
