@@ -435,7 +435,7 @@ def test_a_wrapper_is_reported_and_changes_the_statement_that_ranks_compare(
     assert record.decision is Decision.ACTIVE
     assert "is wrapped by" in record.reason
     assert record.around == (
-        f"{module.__name__}.double: {__name__}.test_a_wrapper_is_told_and_counted_by_what_ranks_compare.<locals>.<lambda>"
+        f"{module.__name__}.double: {__name__}.test_a_wrapper_is_reported_and_changes_the_statement_that_ranks_compare.<locals>.<lambda>"
         if sys.version_info >= (3, 11)
         else f"{module.__name__}.double: {__name__}.<lambda>",
     )
