@@ -423,7 +423,7 @@ def test_upstreams_own_override_in_the_file_that_was_probed_is_no_news(
     assert only(current).around == ()
 
 
-def test_a_wrapper_is_reported_and_changes_the_statement_that_ranks_compare(
+def test_a_wrapper_is_reported_and_changes_the_digest(
     on_function: tuple[Session, ModuleType],
 ) -> None:
     current, module = on_function
@@ -435,7 +435,7 @@ def test_a_wrapper_is_reported_and_changes_the_statement_that_ranks_compare(
     assert record.decision is Decision.ACTIVE
     assert "is wrapped by" in record.reason
     assert record.around == (
-        f"{module.__name__}.double: {__name__}.test_a_wrapper_is_reported_and_changes_the_statement_that_ranks_compare.<locals>.<lambda>"
+        f"{module.__name__}.double: {__name__}.test_a_wrapper_is_reported_and_changes_the_digest.<locals>.<lambda>"
         if sys.version_info >= (3, 11)
         else f"{module.__name__}.double: {__name__}.<lambda>",
     )
