@@ -33,7 +33,7 @@ _PULL_REFS = ("refs/pull/{}/head", "refs/heads/pull-request/{}")
 _RECOGNISED = {Verdict.BROKEN.value, Verdict.FIXED.value}
 
 
-class Found(NamedTuple):
+class ProbedCommit(NamedTuple):
     """The finding of a probe in one commit."""
 
     verdict: str
@@ -46,7 +46,7 @@ class Found(NamedTuple):
         return " ".join(filter(None, [self.verdict, self.shape, reason]))
 
 
-Run = dict[str, dict[str, Found]]
+Run = dict[str, dict[str, ProbedCommit]]
 """Findings by part of an overlay and by name of a commit."""
 
 
@@ -75,7 +75,7 @@ def main() -> int:
         print("\n".join(table(found)))
         return 0
     before = json.loads(given.against.read_text(encoding="utf-8"))["findings"]
-    kept = {part: {name: Found(*row) for name, row in rows.items()} for part, rows in before.items()}
+    kept = {part: {name: ProbedCommit(*row) for name, row in rows.items()} for part, rows in before.items()}
     lost, lines = differences(kept, found)
     print("\n".join(lines) or "no finding differs")
     return int(lost)
@@ -128,8 +128,8 @@ def pull_heads(repository: Path, numbers: Iterable[int]) -> tuple[dict[str, str]
 
 def probed(repository: Path, commits: dict[str, str], overlays: Sequence[Erratum]) -> Run:
     """Return the finding of every probe in every commit that holds a package of the distribution."""
-    packages, found = matrix.packages(overlays), defaultdict[str, dict[str, Found]](dict)
-    by_commit: dict[str, dict[str, Found]] = {}
+    packages, found = matrix.packages(overlays), defaultdict[str, dict[str, ProbedCommit]](dict)
+    by_commit: dict[str, dict[str, ProbedCommit]] = {}
     for name, commit in commits.items():
         if commit not in by_commit:
             print(f"{name} {commit[:10]}", file=sys.stderr, flush=True)
@@ -141,11 +141,11 @@ def probed(repository: Path, commits: dict[str, str], overlays: Sequence[Erratum
     return dict(found)
 
 
-def _findings(overlays: Sequence[Erratum], tree: matrix_trees.Tree) -> Iterator[tuple[str, Found]]:
+def _findings(overlays: Sequence[Erratum], tree: matrix_trees.Tree) -> Iterator[tuple[str, ProbedCommit]]:
     for overlay_id, cell in matrix.probe(overlays, tree.files).items():
         for part in cell.parts:
             seen = "; ".join(each.seen for each in part.evidence)
-            yield f"{overlay_id} {part.module}", Found(part.verdict.value, part.shape, seen)
+            yield f"{overlay_id} {part.module}", ProbedCommit(part.verdict.value, part.shape, seen)
 
 
 def table(found: Run) -> Iterator[str]:

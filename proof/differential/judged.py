@@ -37,7 +37,7 @@ GOOD = {Outcome.SAME, Outcome.ROUNDING, Outcome.REPAIRED}
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRow:
     """One row."""
 
     row: Row
@@ -71,7 +71,7 @@ def _finite(distance: float) -> float | None:
     return distance if math.isfinite(distance) else None
 
 
-def judged(folder: Path, row: Row) -> Judged:
+def judged(folder: Path, row: Row) -> JudgedRow:
     """Judge a row by the files of its sides in a folder.
 
     Raises:
@@ -99,7 +99,7 @@ def judged(folder: Path, row: Row) -> Judged:
         _distances(found[side], truth).get(shown.name, 0.0) if side not in errors else torch.inf
         for side in ("stock", "overlays")
     )
-    return Judged(row, outcome, limits.get(shown.name, 0.0), *at_worst, shown.name, error, calls, seconds)
+    return JudgedRow(row, outcome, limits.get(shown.name, 0.0), *at_worst, shown.name, error, calls, seconds)
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ def test_strict_settles_every_target_before_it_raises(upstream: Upstream, sessio
     target = upstream.overlay().target
     elsewhere = type(target)(distribution=upstream.name, module=f"{upstream.name}.other", symbol="double")
     second = upstream.overlay(
-        id="other-fix", target=elsewhere, probe=lambda tree: other.probe(_Renamed(tree, elsewhere.module))
+        id="other-fix", target=elsewhere, probe=lambda tree: other.probe(_OneModuleTree(tree, elsewhere.module))
     )
     current = session(upstream.overlay(), second, mode=Mode.STRICT)
 
@@ -329,7 +329,7 @@ def test_strict_settles_every_target_before_it_raises(upstream: Upstream, sessio
     assert [record.decision for record in current.audit().records] == [Decision.CONFLICT, Decision.RETIRED]
 
 
-class _Renamed:
+class _OneModuleTree:
     """A tree that answers with one module whatever is asked."""
 
     def __init__(self, tree: object, name: str) -> None:

@@ -78,7 +78,7 @@ READ = ("half", "third", "Router.route", "Router.size", "Router.name")
 """The symbols of the helpers that the probe reads."""
 
 
-class Rested:
+class TwoModuleUpstream:
     """An upstream of two modules, and an overlay whose finding rests on both."""
 
     def __init__(self, upstream: Upstream, text: str = BROKEN_TEXT) -> None:
@@ -108,8 +108,8 @@ class Rested:
 
 
 @pytest.fixture
-def rested(upstream: Upstream) -> Rested:
-    return Rested(upstream)
+def rested(upstream: Upstream) -> TwoModuleUpstream:
+    return TwoModuleUpstream(upstream)
 
 
 def the_record(session: Session, *, deep: bool = False) -> Record:
@@ -137,7 +137,7 @@ def another_of_its_name(kind: type) -> type:
     return type(kind.__name__, (), {**methods, "__module__": "other_lib.patches"})
 
 
-PATCHES: dict[str, Callable[[Rested], None]] = {
+PATCHES: dict[str, Callable[[TwoModuleUpstream], None]] = {
     "a function": lambda it: replace_in(it.helpers, "half", foreign),
     "a function, by a wrapper that names it": lambda it: replace_in(it.helpers, "half", wrap(it.helpers.half)),
     "a decorated function": lambda it: replace_in(it.helpers, "third", foreign),
@@ -155,7 +155,7 @@ PATCHES: dict[str, Callable[[Rested], None]] = {
 each_patch = pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
 
 
-def test_a_finding_knows_the_definitions_that_it_was_read_from(rested: Rested) -> None:
+def test_a_finding_knows_the_definitions_that_it_was_read_from(rested: TwoModuleUpstream) -> None:
     read = probing.examine(rested.overlay, InstalledTree()).read
 
     name = rested.upstream.name
@@ -169,7 +169,7 @@ def test_a_finding_knows_the_definitions_that_it_was_read_from(rested: Rested) -
     assert {each.origin for each in read if each.kind is ReadingKind.IMPORT} == {f"{name}.helpers:half"}
 
 
-def test_upstream_as_it_was_read_is_active_and_stays_so(rested: Rested, session: SessionMaker) -> None:
+def test_upstream_as_it_was_read_is_active_and_stays_so(rested: TwoModuleUpstream, session: SessionMaker) -> None:
     current = session(rested.overlay)
     current.arm()
 
@@ -215,7 +215,7 @@ def test_a_class_that_needs_a_missing_library_is_upstreams_none(upstream: Upstre
 
 @each_patch
 def test_nothing_goes_in_over_code_that_was_not_read(
-    rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
+    rested: TwoModuleUpstream, session: SessionMaker, patch: Callable[[TwoModuleUpstream], None]
 ) -> None:
     original = rested.layers.double
     patch(rested)
@@ -231,7 +231,7 @@ def test_nothing_goes_in_over_code_that_was_not_read(
 
 @each_patch
 def test_a_later_patch_ends_the_overlay_in_the_next_audit(
-    rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
+    rested: TwoModuleUpstream, session: SessionMaker, patch: Callable[[TwoModuleUpstream], None]
 ) -> None:
     current = session(rested.overlay)
     current.arm()
@@ -247,7 +247,7 @@ def test_a_later_patch_ends_the_overlay_in_the_next_audit(
 
 
 def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
-    rested: Rested, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
+    rested: TwoModuleUpstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on = threading.Semaphore(0), threading.Event()
     take_out = install.take_out
@@ -280,7 +280,7 @@ def test_while_an_audit_takes_an_overlay_out_another_thread_waits(
 
 @each_patch
 def test_a_patch_before_the_first_call_is_seen_by_that_call(
-    rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
+    rested: TwoModuleUpstream, session: SessionMaker, patch: Callable[[TwoModuleUpstream], None]
 ) -> None:
     current = session(rested.overlay)
     current.arm()
@@ -292,7 +292,9 @@ def test_a_patch_before_the_first_call_is_seen_by_that_call(
     assert current.audit_so_far().records[0].decision is Decision.CONFLICT
 
 
-def test_names_that_a_witness_replaces_for_a_while_are_upstream_s_own(rested: Rested, session: SessionMaker) -> None:
+def test_names_that_a_witness_replaces_for_a_while_are_upstream_s_own(
+    rested: TwoModuleUpstream, session: SessionMaker
+) -> None:
     current = session(rested.overlay)
     current.arm()
     half, helpers = rested.helpers.half, rested.helpers
@@ -306,7 +308,7 @@ def test_names_that_a_witness_replaces_for_a_while_are_upstream_s_own(rested: Re
     assert the_record(current).decision is Decision.CONFLICT
 
 
-def test_calls_of_a_witness_are_no_first_call(rested: Rested, session: SessionMaker) -> None:
+def test_calls_of_a_witness_are_no_first_call(rested: TwoModuleUpstream, session: SessionMaker) -> None:
     """It has its own in the place of upstream's code, and takes it away again."""
     current = session(rested.overlay)
     current.arm()
@@ -321,7 +323,7 @@ def test_calls_of_a_witness_are_no_first_call(rested: Rested, session: SessionMa
     assert layers.double(1) == 3
 
 
-def test_in_strict_mode_the_first_call_raises(rested: Rested, session: SessionMaker) -> None:
+def test_in_strict_mode_the_first_call_raises(rested: TwoModuleUpstream, session: SessionMaker) -> None:
     current = session(rested.overlay, mode=Mode.STRICT)
     current.arm()
     rested.layers  # noqa: B018 - imported
@@ -332,7 +334,7 @@ def test_in_strict_mode_the_first_call_raises(rested: Rested, session: SessionMa
 
 
 def test_a_name_that_upstream_defines_only_with_an_optional_import_may_be_missing(
-    rested: Rested, session: SessionMaker
+    rested: TwoModuleUpstream, session: SessionMaker
 ) -> None:
     guarded = "try:\n    import no_such_kernels\n" + "".join(f"    {line}\n" for line in HELPERS.splitlines())
     rested.upstream.write(f"{guarded}except ImportError:\n    pass\n", module="helpers")
@@ -345,7 +347,9 @@ def test_a_name_that_upstream_defines_only_with_an_optional_import_may_be_missin
     assert the_record(current).decision is Decision.ACTIVE
 
 
-def test_a_module_that_comes_later_is_held_against_the_finding_then(rested: Rested, session: SessionMaker) -> None:
+def test_a_module_that_comes_later_is_held_against_the_finding_then(
+    rested: TwoModuleUpstream, session: SessionMaker
+) -> None:
     rested.upstream.write(BROKEN_TEXT)  # which does not import the helpers
     rested.overlay = rested.upstream.overlay(probe=rested.upstream.probe)
     other = rested.upstream.overlay(probe=lambda tree: _and_reads(rested, tree))
@@ -358,14 +362,14 @@ def test_a_module_that_comes_later_is_held_against_the_finding_then(rested: Rest
     assert the_record(current).decision is Decision.CONFLICT
 
 
-def _and_reads(rested: Rested, tree: SourceTree) -> Finding:
+def _and_reads(rested: TwoModuleUpstream, tree: SourceTree) -> Finding:
     helpers = tree.module(f"{rested.upstream.name}.helpers")
     assert helpers is not None
     helpers.function("Router.route")
     return rested.upstream.probe(tree)
 
 
-def test_armed_again_it_goes_in_where_upstreams_own_is_back(rested: Rested, session: SessionMaker) -> None:
+def test_armed_again_it_goes_in_where_upstreams_own_is_back(rested: TwoModuleUpstream, session: SessionMaker) -> None:
     current = session(rested.overlay)
     current.arm()
     layers, half = rested.layers, rested.helpers.half
@@ -382,9 +386,9 @@ def test_armed_again_it_goes_in_where_upstreams_own_is_back(rested: Rested, sess
 
 @each_patch
 def test_what_upstream_repaired_is_held_in_every_audit(
-    upstream: Upstream, session: SessionMaker, patch: Callable[[Rested], None]
+    upstream: Upstream, session: SessionMaker, patch: Callable[[TwoModuleUpstream], None]
 ) -> None:
-    rested = Rested(upstream, FIXED_TEXT)
+    rested = TwoModuleUpstream(upstream, FIXED_TEXT)
     current = session(rested.overlay)
     current.arm()
     rested.layers  # noqa: B018 - imported
@@ -396,7 +400,9 @@ def test_what_upstream_repaired_is_held_in_every_audit(
     assert record.around
 
 
-def test_what_needs_a_repair_that_was_withdrawn_comes_out_with_it(rested: Rested, session: SessionMaker) -> None:
+def test_what_needs_a_repair_that_was_withdrawn_comes_out_with_it(
+    rested: TwoModuleUpstream, session: SessionMaker
+) -> None:
     rested.upstream.write("def wrap(x):\n    return round(x)\n", module="wrapper")
     dependent = rested.upstream.overlay(
         id="keep-bits",

@@ -265,13 +265,13 @@ def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(
     found = upstream.probe(InstalledTree())
     target = upstream.overlay().target._replace(module=upstream.module_name)
 
-    class Nothing:
+    class EmptyTree:
         def module(self, name: str) -> None:
             return None
 
     with pytest.raises(OverlayError, match="is loaded but has no source"):
         install(
-            upstream.overlay(target=target), found.shape or "", upstream.load(), Nothing(), Circumstances(late=False)
+            upstream.overlay(target=target), found.shape or "", upstream.load(), EmptyTree(), Circumstances(late=False)
         )
 
 

@@ -57,7 +57,7 @@ def test_after_an_error_at_any_line_the_call_can_be_repeated_and_the_error_is_re
     assert [line for line in done.stdout.splitlines() if line not in scenarios] == []
 
 
-class Refusing(ModuleType):
+class RefusingModule(ModuleType):
     """A module that refuses its next assignments."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -74,7 +74,7 @@ def test_an_undo_that_fails_is_reported_and_can_be_repeated(
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
-    module.__class__ = Refusing
+    module.__class__ = RefusingModule
     vars(module).update(refuses=2, interrupts=interrupts)
 
     with pytest.raises(KeyboardInterrupt if interrupts else SeamError):

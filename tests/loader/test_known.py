@@ -40,7 +40,7 @@ def empty_cache() -> Iterator[None]:
     known._kept.cache_clear()
 
 
-class Altered:
+class AlteredPackages:
     """The installed packages with text added to one module, or with that module unreadable."""
 
     def __init__(self, module: str, text: str | None) -> None:
@@ -77,8 +77,8 @@ def test_a_known_finding_is_not_used_when_any_module_that_the_probe_reads_has_ch
     installed = [each for each in modules_read_by(overlay) if INSTALLED.module(each) is not None]
 
     for module in installed:
-        assert known.finding(overlay, Altered(module, "#")) is None
-        assert known.finding(overlay, Altered(module, None)) is None
+        assert known.finding(overlay, AlteredPackages(module, "#")) is None
+        assert known.finding(overlay, AlteredPackages(module, None)) is None
 
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)

@@ -26,12 +26,12 @@ def parts(upstream: Upstream, **changes: Any) -> tuple[Overlay, Overlay]:
     moved = Upstream(upstream.name, upstream.folder)
     first = upstream.overlay(**changes)
     # The probe of the made-up upstream reads `layers`; the other part asks the same of `moved`.
-    probe = lambda tree: moved.probe(_Renamed(tree, upstream.name))  # noqa: E731
+    probe = lambda tree: moved.probe(_MovedTree(tree, upstream.name))  # noqa: E731
     target = Target(distribution=upstream.name, module=f"{upstream.name}.moved", symbol="double")
     return first, replace(first, target=target, probe=probe)
 
 
-class _Renamed:
+class _MovedTree:
     """A tree in which `moved` answers to the name `layers`."""
 
     def __init__(self, tree: Any, package: str) -> None:

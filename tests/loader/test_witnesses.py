@@ -43,7 +43,7 @@ CODE_OF = witnesses.probe_sources
 
 
 @dataclass
-class Kept:
+class KeptWitness:
     """A witness of the made-up upstream, which looks repaired and is repaired."""
 
     upstream: Upstream
@@ -108,16 +108,16 @@ def kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     code_of_the_probe: dict[str, str | None],
-) -> Kept:
+) -> KeptWitness:
     monkeypatch.setattr(witnesses, "probe_sources", lambda _: code_of_the_probe)
     upstream.write(LOOKS_REPAIRED_TEXT)
     upstream.write(HELPERS, "helpers")
-    made = Kept(upstream, upstream.overlay(), session, tmp_path / "witnesses")
+    made = KeptWitness(upstream, upstream.overlay(), session, tmp_path / "witnesses")
     made.keep()
     return made
 
 
-def test_a_witnessed_repair_is_retired_and_names_the_day_and_the_case(kept: Kept) -> None:
+def test_a_witnessed_repair_is_retired_and_names_the_day_and_the_case(kept: KeptWitness) -> None:
     record = kept.decide()
 
     assert record.decision is Decision.RETIRED
@@ -129,7 +129,7 @@ def test_a_witnessed_repair_is_retired_and_names_the_day_and_the_case(kept: Kept
     )
 
 
-def test_a_kept_witness_outweighs_the_observation_of_the_overlay(kept: Kept) -> None:
+def test_a_kept_witness_outweighs_the_observation_of_the_overlay(kept: KeptWitness) -> None:
     kept.overlay = kept.upstream.overlay(witness=lambda _: Observation(broken=True, seen="double(1) = 3"))
     kept.keep(probe=CODE_OF(kept.overlay))
 
@@ -138,7 +138,7 @@ def test_a_kept_witness_outweighs_the_observation_of_the_overlay(kept: Kept) -> 
     assert record.decision is Decision.RETIRED, record.reason
 
 
-def test_without_a_witness_the_finding_does_not_change(kept: Kept) -> None:
+def test_without_a_witness_the_finding_does_not_change(kept: KeptWitness) -> None:
     kept.file.unlink()
 
     record = kept.decide()
@@ -160,7 +160,7 @@ EDITED = LOOKS_REPAIRED_TEXT.replace("return cls.__name__, x + 1", "return cls._
         ("absent", "double = 3\n", "absent was not there, and is now"),
     ],
 )
-def test_a_witness_does_not_count_after_an_edit(kept: Kept, module: str, text: str, says: str) -> None:
+def test_a_witness_does_not_count_after_an_edit(kept: KeptWitness, module: str, text: str, says: str) -> None:
     kept.upstream.write(text, module)
 
     record = kept.decide()
@@ -170,7 +170,7 @@ def test_a_witness_does_not_count_after_an_edit(kept: Kept, module: str, text: s
     assert "can prove it here" in record.reason
 
 
-def test_a_witness_does_not_count_where_a_source_is_gone_or_unreadable(kept: Kept) -> None:
+def test_a_witness_does_not_count_where_a_source_is_gone_or_unreadable(kept: KeptWitness) -> None:
     helpers = kept.upstream.folder / kept.upstream.name / "helpers.py"
     helpers.write_bytes(b"# coding: nonsense\n")
     unreadable = probing.examine_installed(kept.overlay, InstalledTree(), Settings(witnesses=str(kept.folder)))
@@ -209,7 +209,7 @@ def test_a_witness_does_not_count_where_a_source_is_gone_or_unreadable(kept: Kep
         ({"overlay": "\x1b]0;title\x07"}, "it is about \\x1b]0;title\\x07 on"),
     ],
 )
-def test_a_witness_of_something_else_does_not_count(kept: Kept, changes: dict[str, Any], says: str) -> None:
+def test_a_witness_of_something_else_does_not_count(kept: KeptWitness, changes: dict[str, Any], says: str) -> None:
     kept.edit(**changes)
 
     record = kept.decide()
@@ -221,7 +221,7 @@ def test_a_witness_of_something_else_does_not_count(kept: Kept, changes: dict[st
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"[1]", b" " * (5 << 20)])
-def test_a_broken_or_oversized_file_is_no_witness(kept: Kept, content: bytes) -> None:
+def test_a_broken_or_oversized_file_is_no_witness(kept: KeptWitness, content: bytes) -> None:
     kept.file.write_bytes(content)
 
     record = kept.decide()
@@ -246,7 +246,9 @@ def _writable(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_link, _fifo, _writable])
-def test_a_file_that_somebody_else_may_have_put_there_is_no_witness(kept: Kept, spoil: Callable[[Path], None]) -> None:
+def test_a_file_that_somebody_else_may_have_put_there_is_no_witness(
+    kept: KeptWitness, spoil: Callable[[Path], None]
+) -> None:
     spoil(kept.file)
 
     record = kept.decide()
@@ -273,7 +275,7 @@ def as_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     os.seteuid(0)
 
 
-def shared(kept: Kept) -> None:
+def shared(kept: KeptWitness) -> None:
     """Have root keep the witness as in the build of an image."""
     data = json.loads(kept.file.read_text())
     kept.file.unlink()
@@ -281,12 +283,12 @@ def shared(kept: Kept) -> None:
     witnesses.keep(kept.file, data, shared=witnesses.is_shared(Settings(witnesses=str(kept.folder))))
 
 
-def examined(kept: Kept) -> Finding:
+def examined(kept: KeptWitness) -> Finding:
     settings = Settings(witnesses=str(kept.folder))
     return witnesses.proved(kept.overlay, kept.overlay.probe(InstalledTree()), InstalledTree(), settings)
 
 
-def test_a_file_of_another_user_is_no_witness(kept: Kept, as_nobody: Callable[[], None]) -> None:
+def test_a_file_of_another_user_is_no_witness(kept: KeptWitness, as_nobody: Callable[[], None]) -> None:
     for path in (kept.file, kept.folder):
         os.chown(path, NOBODY - 1, NOBODY - 1)
         path.chmod(path.stat().st_mode | 0o055)
@@ -298,20 +300,22 @@ def test_a_file_of_another_user_is_no_witness(kept: Kept, as_nobody: Callable[[]
     assert f"it belongs to user {NOBODY - 1}" in found.summary()
 
 
-def test_a_witness_of_root_counts_for_every_user(kept: Kept, as_nobody: Callable[[], None]) -> None:
+def test_a_witness_of_root_counts_for_every_user(kept: KeptWitness, as_nobody: Callable[[], None]) -> None:
     shared(kept)
     as_nobody()
 
     assert examined(kept).proof is Proof.WITNESSED
 
 
-def test_a_private_witness_of_root_counts_for_no_other_user(kept: Kept, as_nobody: Callable[[], None]) -> None:
+def test_a_private_witness_of_root_counts_for_no_other_user(kept: KeptWitness, as_nobody: Callable[[], None]) -> None:
     as_nobody()
 
     assert examined(kept).proof is not Proof.WITNESSED
 
 
-def test_a_folder_of_root_that_others_may_write_into_proves_nothing(kept: Kept, as_nobody: Callable[[], None]) -> None:
+def test_a_folder_of_root_that_others_may_write_into_proves_nothing(
+    kept: KeptWitness, as_nobody: Callable[[], None]
+) -> None:
     shared(kept)
     kept.folder.chmod(0o777)
     as_nobody()
@@ -323,7 +327,7 @@ def test_a_folder_of_root_that_others_may_write_into_proves_nothing(kept: Kept, 
 
 
 def test_a_verdict_of_a_user_is_kept_in_the_user_s_cache_where_root_has_witnesses(
-    kept: Kept, as_nobody: Callable[[], None], tmp_path: Path
+    kept: KeptWitness, as_nobody: Callable[[], None], tmp_path: Path
 ) -> None:
     shared(kept)
     data = json.loads(kept.file.read_text())
@@ -337,7 +341,7 @@ def test_a_verdict_of_a_user_is_kept_in_the_user_s_cache_where_root_has_witnesse
 
 
 def test_a_witness_of_root_does_not_count_for_a_user_to_whom_a_case_showed_the_defect(
-    kept: Kept, as_nobody: Callable[[], None]
+    kept: KeptWitness, as_nobody: Callable[[], None]
 ) -> None:
     shared(kept)
     as_nobody()
@@ -358,7 +362,7 @@ def test_a_witness_of_root_does_not_count_for_a_user_to_whom_a_case_showed_the_d
     )
 
 
-def test_the_defect_that_a_case_showed_counts_until_the_code_changes(kept: Kept) -> None:
+def test_the_defect_that_a_case_showed_counts_until_the_code_changes(kept: KeptWitness) -> None:
     kept.keep_unrepaired()
     before = kept.decide()
     kept.upstream.write(f"{HELPERS}# repaired\n", "helpers")
@@ -371,7 +375,7 @@ def test_the_defect_that_a_case_showed_counts_until_the_code_changes(kept: Kept)
 
 
 def test_a_witness_does_not_count_after_an_edit_of_its_reproducer(
-    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: KeptWitness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = tmp_path / "packs" / "99-double"
     pack.mkdir(parents=True)
@@ -452,7 +456,7 @@ def test_the_code_of_a_probe_is_its_modules_and_their_imports() -> None:
     assert f"{package}.feature_probes.fp8_quantized_unwrap" not in read
 
 
-def test_loaded_code_must_be_the_code_that_was_witnessed(kept: Kept) -> None:
+def test_loaded_code_must_be_the_code_that_was_witnessed(kept: KeptWitness) -> None:
     module = kept.upstream.load()
     module.double = lambda x: x + x + 1
 
@@ -465,7 +469,7 @@ def test_loaded_code_must_be_the_code_that_was_witnessed(kept: Kept) -> None:
 
 @pytest.mark.parametrize("text", [BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT.replace("twice(x)", "thrice(x)")])
 def test_no_witness_is_looked_up_where_nothing_looks_repaired(
-    kept: Kept, text: str, monkeypatch: pytest.MonkeyPatch
+    kept: KeptWitness, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*_: object) -> Finding:
         raise AssertionError("asked")
@@ -476,7 +480,7 @@ def test_no_witness_is_looked_up_where_nothing_looks_repaired(
     assert "asked" not in kept.decide().reason
 
 
-def test_a_gate_may_be_witnessed_after_the_session_was_armed(kept: Kept) -> None:
+def test_a_gate_may_be_witnessed_after_the_session_was_armed(kept: KeptWitness) -> None:
     def probe(tree: SourceTree) -> Finding:
         source = tree.module(kept.upstream.module_name)
         assert source is not None
@@ -501,7 +505,7 @@ def test_a_gate_may_be_witnessed_after_the_session_was_armed(kept: Kept) -> None
 @pytest.mark.parametrize("order", [("wrapper", "layers"), ("layers", "wrapper")], ids=" then ".join)
 @pytest.mark.parametrize(("is_kept", "decision"), [(True, Decision.ACTIVE), (False, Decision.CONFLICT)])
 def test_an_overlay_is_active_only_where_a_witness_proves_the_repair_that_it_needs(
-    kept: Kept, order: tuple[str, str], is_kept: bool, decision: Decision
+    kept: KeptWitness, order: tuple[str, str], is_kept: bool, decision: Decision
 ) -> None:
     kept.upstream.write("def wrap(x):\n    return round(x)\n", "wrapper")
     dependent = kept.upstream.overlay(
@@ -527,7 +531,7 @@ def test_an_overlay_is_active_only_where_a_witness_proves_the_repair_that_it_nee
 
 
 def test_ranks_with_and_without_a_witness_differ_and_the_advice_names_the_command(
-    kept: Kept, session: Callable[..., Session], tmp_path: Path
+    kept: KeptWitness, session: Callable[..., Session], tmp_path: Path
 ) -> None:
     with_it = session(kept.overlay, witnesses=str(kept.folder))
     without = session(kept.overlay, witnesses=str(tmp_path / "nowhere"))
@@ -543,7 +547,7 @@ def test_ranks_with_and_without_a_witness_differ_and_the_advice_names_the_comman
     assert with_it.audit().fingerprint != without.audit().fingerprint
 
 
-def test_a_repair_that_was_read_and_one_that_was_witnessed_have_different_fingerprints(kept: Kept) -> None:
+def test_a_repair_that_was_read_and_one_that_was_witnessed_have_different_fingerprints(kept: KeptWitness) -> None:
     audit = kept.audit()
     (record,) = audit.records
     assert record.finding is not None
@@ -552,7 +556,7 @@ def test_a_repair_that_was_read_and_one_that_was_witnessed_have_different_finger
     assert replace(audit, records=(read,)).fingerprint != audit.fingerprint
 
 
-def test_the_observation_of_a_case_is_shown_without_escape_sequences(kept: Kept) -> None:
+def test_the_observation_of_a_case_is_shown_without_escape_sequences(kept: KeptWitness) -> None:
     kept.edit(cases=[{"case": "double\x1b[1m", "seen": "double(1) = 2\n\x1b[31mactive"}])
 
     assert kept.decide().reason.endswith("by double\\x1b[1m: double(1) = 2\\n\\x1b[31mactive")

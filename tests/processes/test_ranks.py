@@ -394,14 +394,14 @@ def test_a_call_that_was_given_up_asks_nothing_more_when_the_store_answers_again
 def test_an_unreadable_value_of_another_rank_is_not_reported_as_a_lost_store(
     monkeypatch: pytest.MonkeyPatch, left: bytes
 ) -> None:
-    class Answered(Memory):
+    class AnsweringMemory(Memory):
         def check(self, keys: list[str]) -> bool:
             return keys[0].endswith("/verdict")
 
         def get(self, key: str) -> bytes:
             return left
 
-    joined(monkeypatch, _get_default_store=Answered)
+    joined(monkeypatch, _get_default_store=AnsweringMemory)
 
     with pytest.raises(RanksError, match="rank 0 cannot read what another rank left for it in the Answered") as error:
         megacpp_overlays.verify_ranks()

@@ -34,7 +34,7 @@ UNKNOWN = "unknown/unknown"
 """Repository of a number of which nothing is known but that it exists."""
 
 
-class Described(NamedTuple):
+class PackDescription(NamedTuple):
     """A pack as its notes, its pack.toml and the declarations of overlays have it."""
 
     pack: inventory.Pack
@@ -45,19 +45,19 @@ class Described(NamedTuple):
     overlays: tuple[str, ...]
 
 
-def described(pack: inventory.Pack) -> Described:
+def described(pack: inventory.Pack) -> PackDescription:
     entry = manifest.derive(pack, OVERLAYS, None)
     notes = (pack.folder / "README.md").read_text()
     overlays = tuple(entry["overlays"])
-    return Described(pack, notes, pack_file.read(pack.folder), entry["class"], entry["state"], overlays)
+    return PackDescription(pack, notes, pack_file.read(pack.folder), entry["class"], entry["state"], overlays)
 
 
 @functools.cache
-def packs() -> tuple[Described, ...]:
+def packs() -> tuple[PackDescription, ...]:
     return tuple(described(pack) for pack in inventory.list_packs(inventory.own_folder()))
 
 
-def wrong(*rules: Callable[[Described], Iterator[str]]) -> list[str]:
+def wrong(*rules: Callable[[PackDescription], Iterator[str]]) -> list[str]:
     """Return the errors of all packs, each with the name of its pack: a rule yields one sentence for each error."""
     return [f"{entry.pack.name}: {each}" for entry in packs() for rule in rules for each in rule(entry)]
 
@@ -74,7 +74,7 @@ def test_packs_are_numbered_without_a_gap_and_every_class_of_the_inventory_occur
     assert {entry.kind for entry in packs()} == set(manifest.CLASSES) - {"bug report", "fork"}
 
 
-def heading_and_table(entry: Described) -> Iterator[str]:
+def heading_and_table(entry: PackDescription) -> Iterator[str]:
     """Notes begin with a heading of their number and a table of class, state and overlays."""
     lines = entry.notes.splitlines()
     if not re.fullmatch(rf"# Pack {entry.pack.number:02}: \S.*", lines[0]):
@@ -89,7 +89,7 @@ def heading_and_table(entry: Described) -> Iterator[str]:
         yield f"the row of overlays is {row}, and declared are {entry.overlays}"
 
 
-def sections(entry: Described) -> Iterator[str]:
+def sections(entry: PackDescription) -> Iterator[str]:
     headings = [name for name in re.findall(r"^## (.+)$", entry.notes, re.MULTILINE) if name in SECTIONS]
     if headings != list(SECTIONS):
         yield f"the sections are {headings}"
@@ -102,14 +102,14 @@ def test_notes_begin_with_a_heading_and_a_table_and_have_all_sections_in_order()
 # Combinations of fields
 
 
-def class_and_overlays(entry: Described) -> Iterator[str]:
+def class_and_overlays(entry: PackDescription) -> Iterator[str]:
     if (entry.kind == "overlay") != bool(set(entry.overlays) - GATES):
         yield f"it is of class {entry.kind}, and its overlays are {entry.overlays}"
     if bool(GATES.intersection(entry.overlays)) != (entry.kind in {"gate", "regression guard"}):
         yield f"it is of class {entry.kind}: a gate is for a combination, or guards a repair"
 
 
-def what_is_guarded(entry: Described) -> Iterator[str]:
+def what_is_guarded(entry: PackDescription) -> Iterator[str]:
     if entry.kind != "regression guard":
         return
     if entry.file.upstream != "fixed":
@@ -122,7 +122,7 @@ def test_a_class_fits_the_overlays_and_a_guarded_defect_was_repaired_by_upstream
     assert not wrong(class_and_overlays, what_is_guarded)
 
 
-def priority(entry: Described) -> Iterator[str]:
+def priority(entry: PackDescription) -> Iterator[str]:
     """A held pack, or one that upstream fixed, has no priority; a pack without a priority is held, settled or a regression guard."""
     file = entry.file
     if file.priority != "none" and (entry.kind == "held" or file.upstream == "fixed"):
@@ -133,7 +133,7 @@ def priority(entry: Described) -> Iterator[str]:
         yield f"it is {entry.kind}, {file.upstream} upstream, and never to be filed"
 
 
-def joined(entry: Described) -> Iterator[str]:
+def joined(entry: PackDescription) -> Iterator[str]:
     """A pack that joins a thread has an open thread."""
     declared = [thread for each in OVERLAYS if each.id in entry.overlays for thread in each.threads]
     opened = [each for each in (*entry.file.threads, *declared) if re.search(r"\bopen\b|\bnot merged\b", each.state)]
@@ -147,7 +147,7 @@ def test_a_settled_pack_is_never_filed_and_one_that_joins_a_thread_has_an_open_o
     assert not wrong(priority, joined)
 
 
-def reproducer(entry: Described) -> Iterator[str]:
+def reproducer(entry: PackDescription) -> Iterator[str]:
     """Notes say how to run the reproducer; a pack without one is a draft and says so."""
     if f"megacpp-overlays repro {entry.pack.number}" not in entry.notes:
         yield "its notes do not say how to run its reproducer"
@@ -166,7 +166,7 @@ def test_notes_say_how_to_run_the_reproducer_and_a_pack_without_one_is_a_draft()
 # Fields about upstream
 
 
-def known(entry: Described) -> Iterator[str]:
+def known(entry: PackDescription) -> Iterator[str]:
     """A known problem names its files, and an unknown one names nothing."""
     file, unknown = entry.file, entry.file.repository == UNKNOWN
     if bool(file.files) == unknown or bool(file.targets or entry.overlays) == unknown:
@@ -175,7 +175,7 @@ def known(entry: Described) -> Iterator[str]:
         yield f"nothing is known of it, and it is {entry.kind} with threads {file.threads}"
 
 
-def said_again(entry: Described) -> Iterator[str]:
+def said_again(entry: PackDescription) -> Iterator[str]:
     """Nothing is said again that an overlay declares."""
     mine = [overlay for overlay in OVERLAYS if overlay.id in entry.overlays]
     declared = {(thread.repository, thread.number) for overlay in mine for thread in overlay.threads}
@@ -185,7 +185,7 @@ def said_again(entry: Described) -> Iterator[str]:
         yield f"an overlay declares {target}, too"
 
 
-def threads(entry: Described) -> Iterator[str]:
+def threads(entry: PackDescription) -> Iterator[str]:
     """Every thread is listed once, and dated or marked as not checked."""
     keys = [(thread.repository, thread.number) for thread in entry.file.threads]
     if len(keys) != len(set(keys)):
@@ -197,7 +197,7 @@ def threads(entry: Described) -> Iterator[str]:
             yield f"{thread} has no date"
 
 
-def files(entry: Described) -> Iterator[str]:
+def files(entry: PackDescription) -> Iterator[str]:
     """Files are paths in a repository, in order, and each Python target is in one of them."""
     if list(entry.file.files) != sorted(set(entry.file.files)):
         yield "its files are not in order"
@@ -264,7 +264,7 @@ DEV = "megatron/core/fusions/linear_cross_entropy"
 Wheel = Callable[[str, str], Path]
 
 
-def by_number(number: int) -> Described:
+def by_number(number: int) -> PackDescription:
     return next(entry for entry in packs() if entry.pack.number == number)
 
 

@@ -25,7 +25,7 @@ WRONG_HELPERS = "def twice(x):\n    return x + x + 1\n"
 
 
 @dataclass
-class Made:
+class WitnessEnvironment:
     """An environment with a made-up upstream that looks repaired, its overlay as a plugin, and its pack."""
 
     upstream: Upstream
@@ -60,17 +60,21 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+def made(
+    tmp_path: Path, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WitnessEnvironment]:
     upstream = install_here(tmp_path, monkeypatch, LOOKS_REPAIRED_TEXT)
     upstream.write(HELPERS, "helpers")
     packs = Packs(tmp_path / "packs")
     packs.write()
-    yield Made(upstream, packs, tmp_path / "witnesses", session, monkeypatch)
+    yield WitnessEnvironment(upstream, packs, tmp_path / "witnesses", session, monkeypatch)
     for name in [name for name in sys.modules if name.partition(".")[0] == UPSTREAM]:
         del sys.modules[name]
 
 
-def test_a_proved_repair_is_retired_until_a_source_is_edited(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_proved_repair_is_retired_until_a_source_is_edited(
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = made.decide()
 
     code = made.witness()
@@ -117,7 +121,12 @@ return Behaviour(broken=layers.double(1) != 2, seen="somebody else's double is r
     ],
 )
 def test_a_case_that_measures_nothing_proves_nothing(
-    made: Made, body: str, device: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    made: WitnessEnvironment,
+    body: str,
+    device: str,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megacpp_overlays.repro.runner.visible_gpus.visible", lambda: ())
     made.packs.write(body, device=device)
@@ -132,7 +141,7 @@ def test_a_case_that_measures_nothing_proves_nothing(
 
 
 def test_a_defect_that_is_still_there_is_a_conflict_until_the_code_changes(
-    made: Made, capsys: pytest.CaptureFixture[str]
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.upstream.write(WRONG_HELPERS, "helpers")
 
@@ -160,7 +169,9 @@ def test_a_defect_that_is_still_there_is_a_conflict_until_the_code_changes(
     assert made.decide().decision is Decision.RETIRED
 
 
-def test_a_pack_without_a_case_for_it_proves_nothing(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pack_without_a_case_for_it_proves_nothing(
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
     (made.packs.folder / "99-double").rename(made.packs.folder / "97-double")
 
     code = made.witness()
@@ -171,7 +182,7 @@ def test_a_pack_without_a_case_for_it_proves_nothing(made: Made, capsys: pytest.
 
 @pytest.mark.parametrize(("text", "verdict"), [(FIXED_TEXT, ""), (BROKEN_TEXT, "BROKEN")], ids=["fixed", "broken"])
 def test_a_part_that_does_not_look_repaired_is_not_run(
-    made: Made, text: str, verdict: str, capsys: pytest.CaptureFixture[str]
+    made: WitnessEnvironment, text: str, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.packs.write(DIES)
     made.upstream.write(text)
@@ -187,7 +198,7 @@ def test_a_part_that_does_not_look_repaired_is_not_run(
 
 
 def test_a_proved_overlay_is_not_proved_again_unless_it_is_named(
-    made: Made, capsys: pytest.CaptureFixture[str]
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.witness()
     made.packs.write(BLOCKED)
@@ -202,7 +213,9 @@ def test_a_proved_overlay_is_not_proved_again_unless_it_is_named(
     assert "no such kernel" in capsys.readouterr().out
 
 
-def test_a_folder_in_which_nothing_can_be_kept_is_named(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_which_nothing_can_be_kept_is_named(
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
     made.witnesses.mkdir()
     made.witnesses.chmod(0o777)
 
@@ -215,7 +228,9 @@ def test_a_folder_in_which_nothing_can_be_kept_is_named(made: Made, capsys: pyte
 @pytest.mark.parametrize(
     "arguments", [["dubble-fix"], ["--timeout", "0"], ["--packs", "/nowhere"]], ids=["id", "timeout", "packs"]
 )
-def test_wrong_usage_exits_2(made: Made, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_2(
+    made: WitnessEnvironment, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     made.fresh()
     with pytest.raises(SystemExit) as ended:
         cli.main(["witness", *arguments])
@@ -225,7 +240,7 @@ def test_wrong_usage_exits_2(made: Made, arguments: list[str], capsys: pytest.Ca
 
 
 def test_an_audit_can_first_prove_suspected_repairs(
-    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inventory, "own_folder", lambda: made.packs.folder)
 
@@ -242,7 +257,9 @@ def test_an_audit_can_first_prove_suspected_repairs(
     assert "proved FIXED: double-fix on made_target.layers" in said.err
 
 
-def test_a_reproducer_agrees_with_a_probe_that_was_witnessed(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reproducer_agrees_with_a_probe_that_was_witnessed(
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
     made.fresh()
     unproved = cli.main(["repro", "99", "--packs", str(made.packs.folder)])
     made.witness()
@@ -255,7 +272,7 @@ def test_a_reproducer_agrees_with_a_probe_that_was_witnessed(made: Made, capsys:
     assert "BUG_NOT_PRESENT: double(1) = 2 (case double)" in capsys.readouterr().out
 
 
-def test_every_case_that_can_run_has_to_agree(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_that_can_run_has_to_agree(made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]) -> None:
     reproducer = made.packs.write()
     another = 'Case(name="{}", overlay="double-fix", device="cpu", versions=(), run={})'
     wrong = "lambda: Behaviour(broken=double() == 2, seen='it is 2')"
@@ -302,7 +319,7 @@ def test_cases_of_other_parts_prove_a_repair_by_seams_and_never_one_by_upstream(
     ids=["the defect", "nothing", "a repair that no place has"],
 )
 def test_with_all_the_cases_of_recognised_overlays_are_run_too(
-    made: Made, body: str, says: str, code: int, capsys: pytest.CaptureFixture[str]
+    made: WitnessEnvironment, body: str, says: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.upstream.write(BROKEN_TEXT)
     made.packs.write(body)
@@ -334,7 +351,7 @@ return Behaviour(broken=double() != 2, seen=f"double(1) = {double()}")
     ids=["the defect and the repair", "no defect", "no repair"],
 )
 def test_a_case_that_needs_an_import_of_its_own_runs_once_more(
-    made: Made, body: str, in_copies: bool, capsys: pytest.CaptureFixture[str]
+    made: WitnessEnvironment, body: str, in_copies: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.upstream.write(BROKEN_TEXT)
     made.packs.write(body)
@@ -347,7 +364,9 @@ def test_a_case_that_needs_an_import_of_its_own_runs_once_more(
     assert ("upstream is imported before" in said.err) is in_copies
 
 
-def test_of_limits_what_is_asked_to_a_distribution(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_limits_what_is_asked_to_a_distribution(
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
     made.upstream.write(BROKEN_TEXT)
 
     assert made.witness("--all", "--of", made.upstream.overlay().target.distribution) == 0
@@ -358,7 +377,7 @@ def test_of_limits_what_is_asked_to_a_distribution(made: Made, capsys: pytest.Ca
 
 
 def test_an_unproved_overlay_is_proved_and_not_asked_about_twice(
-    made: Made, capsys: pytest.CaptureFixture[str]
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert made.witness("--all") == 0
 
@@ -372,7 +391,9 @@ CASES = (*CASES, dataclasses.replace(CASES[0], name="quiet", run=lambda: Behavio
 """
 
 
-def test_one_case_that_shows_the_defect_confirms_a_probe(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_case_that_shows_the_defect_confirms_a_probe(
+    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Another case may not show it on every host, such as a case about the choice of a tuner."""
     made.upstream.write(BROKEN_TEXT)
     reproducer = made.packs.write()
@@ -382,7 +403,7 @@ def test_one_case_that_shows_the_defect_confirms_a_probe(made: Made, capsys: pyt
     assert "as recognised: double-fix | case double: BUG_REPRODUCED" in capsys.readouterr().out
 
 
-def test_a_case_of_a_cpu_sees_no_gpu(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_of_a_cpu_sees_no_gpu(made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]) -> None:
     made.packs.write(
         'import os\nreturn Behaviour(broken=False, seen=repr(os.environ["CUDA_VISIBLE_DEVICES"]) + str(double()))'
     )
