@@ -68,8 +68,8 @@ def test_without_the_overlay_they_do_not(packing: str, facts: dict[str, Any]) ->
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_bits_are_those_of_upstream_that_is_told_the_tokens(packing: str, facts: dict[str, Any]) -> None:
-    assert facts["on"]["packings"][packing]["as told"]
-    assert facts["on"]["packings"][packing]["told"] == facts["off"]["packings"][packing]["told"]
+    assert facts["on"]["packings"][packing]["as explicit"]
+    assert facts["on"]["packings"][packing]["explicit"] == facts["off"]["packings"][packing]["explicit"]
     assert facts["on"]["not packed"] == facts["off"]["not packed"]
 
 

@@ -144,7 +144,7 @@ def test_losses_of_a_repeated_prediction_layer_count_once(facts: Facts) -> None:
         for name, way in found[state].items():
             if name != "second place":
                 once, twice = (torch.tensor(way[each]["gradient"]) for each in ("once", "twice"))
-                expected = once * (1 if name == "told, balance" else times)
+                expected = once * (1 if name == "marked, balance" else times)
                 torch.testing.assert_close(twice, expected, rtol=ROUNDING, atol=ROUNDING, msg=f"{state}, {name}")
 
 

@@ -52,7 +52,7 @@ def test_upstream_counts_losses_once_for_each_prediction(measured: tuple[str, An
 
     assert len(ways(found["off"])) == (2 if version == WITHOUT_STACK else 4)
     for name, way in ways(found["off"]).items():
-        times = 1 if name == "told, balance" else 2
+        times = 1 if name == "marked, balance" else 2
         assert close(way["twice"]["gradient"], way["once"]["gradient"], times=times), name
         assert logged_layer(way["once"]["logged"]) == (0 if name.startswith("stacked") else LAYERS), name
 
@@ -77,7 +77,7 @@ def test_losses_that_upstream_counts_once_are_the_same_bits(measured: tuple[str,
         assert way["decoder"] == alone["decoder"]
         assert way["a layer each"]["gradient"] == alone["a layer each"]["gradient"]
         assert logged_layer(way["a layer each"]["logged"]) == LAYERS
-        if name.startswith("told"):
+        if name.startswith("marked"):
             assert way["a layer each"] == alone["a layer each"]
             assert close(way["twice"]["logged"], alone["twice"]["logged"])
 

@@ -80,7 +80,7 @@ def test_upstream_lets_state_run_into_the_next_document_unless_it_gets_the_numbe
     assert found["apart"]["output"] > 0.1
     assert found["apart"]["slope"] > 0.1
     assert found["apart"]["parameters"] > 0.1
-    assert not found["as told"]
+    assert not found["as explicit"]
 
 
 @pytest.mark.full
@@ -104,7 +104,7 @@ def test_where_documents_end_with_chunks_outputs_and_their_gradient_have_the_sam
 def test_the_bits_are_those_of_upstream_with_total_tokens(packing: str, facts: dict[str, Any]) -> None:
     found = facts["on"]["packings"][packing]
 
-    assert found["as told"]
+    assert found["as explicit"]
     assert found["dtype"] == "torch.int32"
     assert found["field of the caller"] is None
 
@@ -112,7 +112,7 @@ def test_the_bits_are_those_of_upstream_with_total_tokens(packing: str, facts: d
 @pytest.mark.full
 def test_with_total_tokens_and_without_packing_the_overlay_changes_no_bit(facts: dict[str, Any]) -> None:
     for packing, found in facts["off"]["packings"].items():
-        assert facts["on"]["packings"][packing]["told"] == found["told"]
+        assert facts["on"]["packings"][packing]["explicit"] == found["explicit"]
     assert facts["on"]["not packed"] == facts["off"]["not packed"]
 
 

@@ -21,7 +21,7 @@ from megacpp_overlays.overlays.mtp_roll_padded_boundaries import OVERLAY
 pytestmark = pytest.mark.upstream
 
 PADDED = ("padded", "padded with a tail", "first alone padded", "short")
-AS_UPSTREAM = ("not padded", "not padded, and told", "one document")
+AS_UPSTREAM = ("not padded", "not padded, and announced", "one document")
 SHARED_AS_UPSTREAM = ("not padded", "one document")
 WITHOUT_LOSS = "0.16.1"
 """There the loss is within the forward pass of the model."""

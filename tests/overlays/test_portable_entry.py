@@ -216,7 +216,7 @@ def test_kept_logits_come_through_upstream_s_autograd_function(facts: dict[str, 
         "kept": [1, 2],
         "computed again": [3, 6],
         "kept, second backward pass": [1, 2 + 7],
-        "kept, but what is saved is packed": [1, 7],
+        "kept, but saved tensors are packed": [1, 7],
     }
     assert facts["same_gradients_every_time"]
 

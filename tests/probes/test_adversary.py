@@ -248,7 +248,7 @@ def test_the_same_seed_gives_the_same_mutants_and_each_has_a_description() -> No
     assert first == again
     assert first != other
     assert {each.kind for each in few} == set(KINDS)
-    assert all(each.what and each.hunk().startswith("---") for each in few)
+    assert all(each.label and each.hunk().startswith("---") for each in few)
 
 
 def bases_of_a_text() -> Base:

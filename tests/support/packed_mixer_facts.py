@@ -48,7 +48,7 @@ def main() -> None:
         }
         if takes_total:
             counted = run(mixer, row, weights, packing.params(module, total_tokens=packing.tokens))
-            facts |= {"told": bits(counted), "as told": same_bits(found, counted)}
+            facts |= {"explicit": bits(counted), "as explicit": same_bits(found, counted)}
         report["packings"][name] = facts
     report["not packed"] = bits(run(mixer, row, weights))
     if packed_mixer.CUDA:

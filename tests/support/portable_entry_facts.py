@@ -122,7 +122,7 @@ STEPS = {
     "kept": step,
     "computed again": lambda: step(logits="recompute"),
     "kept, second backward pass": lambda: step(passes=2),
-    "kept, but what is saved is packed": lambda: step(packs=True),
+    "kept, but saved tensors are packed": lambda: step(packs=True),
 }
 
 

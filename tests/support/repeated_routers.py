@@ -126,7 +126,7 @@ def facts() -> dict[str, Any]:
     ways = (True, False) if modules()[0] is not None else (False,)
     for stacked in ways:
         for z_loss in (True, False):
-            name = f"{'stacked' if stacked else 'told'}, {'z-loss' if z_loss else 'balance'}"
+            name = f"{'stacked' if stacked else 'marked'}, {'z-loss' if z_loss else 'balance'}"
             found[name] = {
                 "once": run(z_loss=z_loss, stacked=stacked, predictions=1),
                 "twice": run(z_loss=z_loss, stacked=stacked),

@@ -37,7 +37,7 @@ class Packing:
     lengths: tuple[int, ...]
     padded: tuple[int, ...] | None = None
     tail: int = 0
-    told: bool = False
+    announced: bool = False
     """Whether a caller gives padded boundaries, although nothing is padded."""
 
     @property
@@ -54,7 +54,7 @@ class Packing:
 
         bounds, padded = (
             None if each is None else torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=DEVICE)
-            for each in (self.lengths, self.padded or (self.lengths if self.told else None))
+            for each in (self.lengths, self.padded or (self.lengths if self.announced else None))
         )
         return PackedSeqParams(
             qkv_format="thd",
@@ -94,7 +94,7 @@ PACKINGS = {
     "first alone padded": Packing((3, 8), padded=(4, 8)),
     "short": Packing((2, 1, 2), padded=(4, 4, 4)),
     "not padded": Packing((8, 4, 8)),
-    "not padded, and told": Packing((8, 4, 8), told=True),
+    "not padded, and announced": Packing((8, 4, 8), announced=True),
     "one document": Packing((12,)),
 }
 SHARED = ("padded", "first alone padded", "not padded", "one document", "short")

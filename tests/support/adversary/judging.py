@@ -49,7 +49,7 @@ class Judgement:
 
     def report(self) -> str:
         """Return all facts needed to look into a violation."""
-        head = f"{self.violation}: {self.base.name} on {self.base.release}, {self.mutant.kind}, {self.mutant.what}"
+        head = f"{self.violation}: {self.base.name} on {self.base.release}, {self.mutant.kind}, {self.mutant.label}"
         hunk = self.mutant.hunk(self.where).split("\n")
         more = [f"... {len(hunk) - _LINES} more lines"] if len(hunk) > _LINES else []
         return "\n".join([head, self.why, *hunk[:_LINES], *more])

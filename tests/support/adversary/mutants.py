@@ -22,7 +22,7 @@ class Mutant:
 
     kind: str
     """The class of mutation, one of `KINDS`."""
-    what: str
+    label: str
     """The mutation within that class, and its place."""
     before: str
     text: str
