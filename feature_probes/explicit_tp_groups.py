@@ -19,7 +19,7 @@ from megacpp_overlays.source.findings import absent, finding_of
 from megacpp_overlays.source.trees import SourceTree
 
 HELPER = "get_tensor_model_parallel_group_if_none"
-UNTOLD = "default-group-for-whoever-asks"
+DEFAULT_GROUP = "default-group-for-the-caller"
 PROJECTIONS = "projections-of-the-default-group"
 LATENTS = "latents-over-the-default-group"
 ATTENTION = "attention-of-the-default-group"

@@ -296,7 +296,7 @@ _LATENT = {"MultiLatentAttention.forward": _running}
 _SAVES = (feature.DEFAULT, feature.CHECKPOINT)
 """Parts that use the group of a saving layer: without them saving, or gathering the saved activations, ignores it."""
 PARTS = (
-    _part(feature.DEFAULT, feature.probe, {feature.UNTOLD: {feature.HELPER: _helper}}, _observe_helper),
+    _part(feature.DEFAULT, feature.probe, {feature.DEFAULT_GROUP: {feature.HELPER: _helper}}, _observe_helper),
     _part(
         feature.CROSS,
         feature.probe_cross,

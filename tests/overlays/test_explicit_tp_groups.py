@@ -120,7 +120,7 @@ def test_default_groups_of_all_ranks_or_of_one_are_no_matter_either(
 PLACED = {part.target.module: part for part in PARTS if part.target != feature.OLD_LAYERS}
 HELPER = PLACED[feature.DEFAULT.module]
 SHAPES = {
-    feature.DEFAULT.module: feature.UNTOLD,
+    feature.DEFAULT.module: feature.DEFAULT_GROUP,
     feature.CROSS.module: feature.PROJECTIONS,
     feature.LATENT.module: feature.LATENTS,
     feature.LLAVA.module: feature.EMBEDDINGS,
@@ -147,7 +147,7 @@ def test_a_witness_sees_the_defect_and_a_self_test_its_absence(utils: ModuleType
 
     assert part.witness(module).broken
     assert vars(module) == before
-    with placed(HELPER, feature.UNTOLD, utils):
+    with placed(HELPER, feature.DEFAULT_GROUP, utils):
         if part is not HELPER:
             assert part.self_test(module).broken  # the helper alone knows of nothing
             with placed(part, SHAPES[name], module):
@@ -162,7 +162,7 @@ def made(part: Overlay, shape: str, index: int, original: Callable[..., Any]) ->
 @pytest.fixture
 def helper() -> Callable[..., Any]:
     """The helper, which says "default" where upstream's would."""
-    return made(HELPER, feature.UNTOLD, 0, lambda group, is_expert=False, **_: group or f"default {is_expert}")
+    return made(HELPER, feature.DEFAULT_GROUP, 0, lambda group, is_expert=False, **_: group or f"default {is_expert}")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_other_arguments_of_a_helper_are_passed_on_by_position_and_by_name() -> 
     def upstream(group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
         return group, is_expert, check_initialized
 
-    helper = made(HELPER, feature.UNTOLD, 0, upstream)
+    helper = made(HELPER, feature.DEFAULT_GROUP, 0, upstream)
 
     assert helper("given", True, False) == helper("given", is_expert=True, check_initialized=False)
     assert helper("given", True, False) == ("given", True, False)
