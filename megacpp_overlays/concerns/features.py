@@ -117,10 +117,8 @@ _GRAPHS = (
     Sign("enable_cuda_graph", Criterion.TRUE, default=(False,)),
 )
 _FSDP = tuple(Sign(key, Criterion.TRUE, default=(False,), of=_DDP) for key in ("use_megatron_fsdp", "use_custom_fsdp"))
-_SOFTMAX_SCALE = (
-    Sign("softmax_scale", Criterion.GIVEN, default=(None,)),
-    Sign("use_mup", Criterion.TRUE, default=(False,)),
-)
+_MUP = Sign("use_mup", Criterion.TRUE, default=(False,))
+"""muP sets `softmax_scale`, which is no argument of Megatron-LM."""
 _MUON = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 _RECIPES = ("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
 
@@ -222,8 +220,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "softmax_scale",
         "configured softmax_scale",
-        config=_SOFTMAX_SCALE,
-        arguments=_SOFTMAX_SCALE,
+        config=(Sign("softmax_scale", Criterion.GIVEN), _MUP),
+        arguments=(_MUP,),
     ),
     Feature(
         "muon",
