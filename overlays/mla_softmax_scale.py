@@ -41,9 +41,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 def _constructed() -> Any:
     """Return the attention whose constructor builds its core, None where anything else is built."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - no argument leads to the attention
-    while (
-        frame is not None and (owner := frame.f_locals.get("self")) is None
-    ):  # other code may have wrapped the builder
+    # other code may have wrapped the builder
+    while frame is not None and (owner := frame.f_locals.get("self")) is None:
         frame = frame.f_back
     if frame is None or (frame.f_globals.get("__name__"), frame.f_code.co_name) not in _CONSTRUCTORS:
         return None

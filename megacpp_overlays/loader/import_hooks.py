@@ -104,9 +104,8 @@ class Hooks:
             _call_after_exec(name, _of(_of(module, "__spec__"), "loader"), self._finder.heard)
         elif at_once and is_initializing(module):
             when_complete(module, lambda: self._resolved(name, module))
-        elif not (
-            at_once and is_half_imported(module)
-        ):  # a recipe without a completion event; audits check the module again
+        # a recipe without a completion event; audits check the module again
+        elif not (at_once and is_half_imported(module)):
             self.complete(name, module, late=at_once)
 
     def _resolved(self, name: str, module: ModuleType) -> None:

@@ -174,9 +174,8 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> ResolvedSym
         if not _calls_up(raw, name, owner, each):
             reason = f"{override} overrides {where} and does not lead to it: {describe(raw)}"
             resolved = _joined(resolved, ResolvedSymbols(lost=(reason,), others=(f"{where}: {override}",)))
-        elif (
-            each.__module__.partition(".")[0] != target.partition(".")[0]
-        ):  # subclasses of upstream itself are not reported
+        # subclasses of upstream itself are not reported
+        elif each.__module__.partition(".")[0] != target.partition(".")[0]:
             extended = ResolvedSymbols(around=(f"{override} extends {where}",), others=(f"{where}: {override}",))
             resolved = _joined(resolved, extended)
     return resolved

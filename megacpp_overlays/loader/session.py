@@ -241,13 +241,11 @@ class Session(SessionState):
         """Log the counts of decisions at the end of the process, if an overlay was decided; counts are not logged twice."""
         records = [each.record for each in self.parts.values()]
         was_settled = any(each.finding is not None and each.overlay.installs for each in records)
-        with contextlib.suppress(
-            Exception
-        ):  # the interpreter may be shutting down: an error here must not change the exit code
+        # the interpreter may be shutting down: an error here must not change the exit code
+        with contextlib.suppress(Exception):
             if was_settled and self.log.has_to_count(at_exit=True):
-                self.log.count(
-                    self.audit_as_it_stands(), at_exit=True
-                )  # this audit searches for copies of the Hub, too
+                # this audit searches for copies of the Hub, too
+                self.log.count(self.audit_as_it_stands(), at_exit=True)
             else:
                 self._hub_copies()
 

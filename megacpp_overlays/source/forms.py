@@ -290,9 +290,8 @@ def _code(source: ModuleSource, symbol: str, *, whole: bool) -> object:
             return _statements(source, scope, handed_on) if handed_on else None
         node = bound[0]
         if len(bound) > 1 or not isinstance(node, ast.ClassDef | FunctionNode) or node not in scope:
-            outside = (
-                source.bindings.of(symbol) if depth < len(parts) else []
-            )  # nodes that set a member of a class that may be another one
+            # nodes that set a member of a class that may be another one
+            outside = source.bindings.of(symbol) if depth < len(parts) else []
             return [*heads, _statements(source, scope, [*bound, *outside])]
         if isinstance(node, ast.ClassDef):
             heads.append([node.decorator_list, node.bases, node.keywords])

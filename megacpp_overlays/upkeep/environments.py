@@ -79,9 +79,8 @@ def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None) ->
             and the way out.
     """
     places = [python] if python else list(dict.fromkeys(_places(lock, folder or FOLDER)))
-    places = [
-        place.absolute() for place in places
-    ]  # without resolving links, because the path of the link identifies the environment
+    # without resolving links, because the path of the link identifies the environment
+    places = [place.absolute() for place in places]
     there = [place for place in places if place.is_file()]
     if not there:
         looked = ", ".join(map(str, places))

@@ -33,9 +33,8 @@ def load(file: Path, name: str) -> ModuleType:
 @pytest.fixture
 def copy(upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A kernel in the cache of the Hub with a copy of the upstream, in a process that has imported `kernels`."""
-    monkeypatch.setitem(
-        sys.modules, "kernels", ModuleType("kernels")
-    )  # of a release that keeps no list of loaded kernels
+    # of a release that keeps no list of loaded kernels
+    monkeypatch.setitem(sys.modules, "kernels", ModuleType("kernels"))
     symbol = upstream.overlay().target.symbol
     file = tmp_path / SNAPSHOT / "__init__.py"
     file.parent.mkdir(parents=True)

@@ -50,9 +50,8 @@ def test_upstream_weighs_a_token_more_where_a_rank_has_fewer(off: Any) -> None:
         every = [rank[ranks]["apart"] for rank in off["ranks"]]
         assert min(rank["last third"][0] for rank in every) > 0.005
         assert max(rank["last third"][1] for rank in every) > 0.005
-        lone = (
-            1 / 2 / 3 * (1 - 1 / int(ranks))
-        )  # two sequences, three microbatches: the weight that one rank gives it, less an n-th
+        # two sequences, three microbatches: the weight that one rank gives it, less an n-th
+        lone = 1 / 2 / 3 * (1 - 1 / int(ranks))
         assert max(rank["one alone"][1] for rank in every) == pytest.approx(lone)
         assert max(max(rank["all"]) for rank in every) < ROUNDING
     assert max(max(rank[ALONE]["apart"]["last third"]) for rank in off["ranks"]) < ROUNDING

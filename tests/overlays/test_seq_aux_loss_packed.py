@@ -308,9 +308,8 @@ def test_the_samples_of_a_layer_end_with_its_call() -> None:
 
     assert made.mlp.forward(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
     assert made.mlp.route(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
-    assert (
-        pickle.loads(pickle.dumps(copy.deepcopy(vars(made.mlp.router)))) == {}
-    )  # nothing is left on the router that upstream saves
+    # nothing is left on the router that upstream saves
+    assert pickle.loads(pickle.dumps(copy.deepcopy(vars(made.mlp.router)))) == {}
 
 
 def test_the_samples_of_a_layer_end_with_an_exception() -> None:

@@ -230,9 +230,8 @@ def test_in_a_clone_such_files_are_content(forged: Path, tmp_path: Path) -> None
         subprocess.run(["cp", "-r", f"{forged}/.", str(place)], check=True)
     subprocess.run(["git", "init", "-q", str(clone)], check=True)
 
-    assert (
-        git.ask(clone, "rev-parse", "HEAD^{commit}") is None
-    )  # the clone has no commit; the committed repository has one
+    # the clone has no commit; the committed repository has one
+    assert git.ask(clone, "rev-parse", "HEAD^{commit}") is None
     with pytest.raises(git.GitError, match="so it is no repository"):
         git.run(clone / "deeper", "rev-parse", "HEAD")
 

@@ -85,9 +85,8 @@ class DriftOutcome:
         for row in self.report.rows:
             if row.state is DriftState.UNTRACKED and row.restore:
                 added = any(each.kind is Kind.ADDED for each in row.differences) and "stash" not in row.restore
-                first = (
-                    "delete the added files, then " if added else ""
-                )  # no installer removes files that no RECORD names
+                # no installer removes files that no RECORD names
+                first = "delete the added files, then " if added else ""
                 yield f"{row.distribution}: make an overlay of the change, or undo it: {first}{row.restore}"
             elif row.state is DriftState.UNCHECKED and row.restore:
                 yield f"{row.distribution}: make it checkable: {row.restore}"

@@ -229,10 +229,11 @@ class _Comparison:
         if code.co_filename.startswith("<"):  # generated at run time, such as the methods of a data class
             is_own = package == self._package or (self._outline.runs_text and "__name__" not in live.__globals__)
             return is_own and not self._must_end_here(symbol)
+        # a wrapper copies the first from the wrapped function, not the second
         named = (
             live.__qualname__,
             code.co_name,
-        )  # a wrapper copies the first from the wrapped function, not the second
+        )
         if code.co_filename == self._outline.path and named == (symbol, symbol.rpartition(".")[2]):
             lines = self._outline.defined.get(symbol, {code.co_firstlineno})
             if lines and code.co_firstlineno not in lines:
