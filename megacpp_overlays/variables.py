@@ -102,7 +102,7 @@ def _names_environment(text: str) -> bool:
 
 MODE = Setting(
     "MEGACPP_OVERLAYS",
-    "The mode of the whole package. `auto` repairs what is broken, `off` installs nothing, `observe` probes and reports "
+    "The mode of the whole package. `auto` installs the overlays of present defects, `off` installs nothing, `observe` probes and reports "
     "but installs nothing, and `strict` is `auto` with an error where an overlay ends in conflict.",
     default="auto",
     values=("auto", "off", "observe", "strict"),

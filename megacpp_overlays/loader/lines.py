@@ -20,7 +20,7 @@ WITNESS = "megacpp-overlays witness"
 """The command that proves everything that is unproved."""
 
 
-def told(record: Record) -> str:
+def of_decision(record: Record) -> str:
     """Return the log line of a decision at the level `info`; empty for a decision that only the count includes."""
     verdict = record.finding.verdict if record.finding else None
     if record.decision is Decision.ACTIVE:

@@ -150,7 +150,7 @@ class Log:
             self._unconcerned[record.overlay.id] = None
             return
         if (
-            (text := lines.told(record))
+            (text := lines.of_decision(record))
             and self._is_news(_subject(record), text)
             and not self._shows_details_alone(level)
         ):
