@@ -1,6 +1,6 @@
-"""Probe whether multi-latent attention of Megatron ignores `softmax_scale` of its configuration.
+"""Probe whether Megatron's multi-latent attention ignores `softmax_scale` of its configuration.
 
-Multi-latent attention, and the absorbed one for sparse attention, scale logits by the root of their head dimension alone. The target is the function that builds their cores.
+Multi-latent attention, and its absorbed variant for sparse attention, divide logits by the root of the head dimension, whatever is configured. The target, `build_module`, builds their core attention.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/3698
 """
@@ -23,5 +23,5 @@ _NEEDED = {
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether the setting is ignored."""
+    """Return BROKEN where the setting is ignored, ABSENT where there is no multi-latent attention or no such setting."""
     return forms.finding("mla-softmax-scale", TARGET, tree, _NEEDED)

@@ -1,8 +1,9 @@
 """HeapSnapshot: one walk over the heap, shared by all overlays that are armed together.
 
 `gc.get_referrers` visits every object of the process, for one function or for many. A snapshot calls it once for all
-functions that a session may replace, and searches once for the classes that hold them. A snapshot is valid until a module is
-imported, and is taken again then. It keeps referrers alive, so it must not outlive the call that made it.
+functions that a session may replace, and searches once for the classes that hold them. A query takes it again if a module of
+another package was imported since, or if the snapshot lacks an object of the query. A snapshot keeps referrers alive, so it must
+not outlive the call that made it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _namespace_of = type.__dict__["__dict__"].__get__
 
 
 class HeapSnapshot:
-    """The referrers of some functions, and the classes whose namespaces are among them.
+    """The referrers of some functions, and the modules and classes whose namespaces are among them.
 
     Args:
-        wanted: returns the functions to search for; called when the snapshot is taken.
+        wanted: returns the functions to search for; called each time the snapshot is taken.
     """
 
     def __init__(self, wanted: Callable[[], Iterable[object]]) -> None:
@@ -39,7 +40,7 @@ class HeapSnapshot:
         self._classes: dict[int, list[type]] = {}
 
     def referrers(self, *objects: object) -> list[Any]:
-        """Return the referrers of any of the objects that are in the snapshot and still refer to it."""
+        """Return the referrers in the snapshot that still refer to any of the objects, except frames."""
         return self._current(objects)
 
     def _current(self, objects: tuple[object, ...]) -> list[Any]:
@@ -49,9 +50,9 @@ class HeapSnapshot:
         return [each for each in found.values() if not wanted.isdisjoint(map(id, gc.get_referents(each)))]
 
     def owners(self, *objects: object) -> list[ModuleType | type]:
-        """Return the modules and classes in whose namespaces any of the objects is."""
+        """Return the modules and classes whose namespaces hold any of the objects."""
         owners: dict[int, ModuleType | type] = {}
-        for each in self._current(objects):  # a new tuple of the objects would be another referrer
+        for each in self._current(objects):  # `referrers(*objects)` would make another tuple, one more referrer
             if (module := self._modules.get(id(each))) is not None:
                 owners[id(module)] = module
             owners |= {id(cls): cls for cls in self._classes.get(id(each), ())}
@@ -75,7 +76,7 @@ class HeapSnapshot:
         self._latest = _latest_module()
 
     def _is_as_loaded(self) -> bool:
-        """Return whether no module was imported since, except those of this package, which take no function of a target."""
+        """Return whether there is a snapshot, and no module but those of this package was imported since."""
         if self._loaded is None:
             return False
         latest = _latest_module()
@@ -90,20 +91,20 @@ class HeapSnapshot:
 def others_were_loaded(before: AbstractSet[str]) -> bool:
     """Return whether a module was loaded since `sys.modules` had the given names.
 
-    Modules of this package do not count, because they take no function of a target.
+    Modules of this package do not count, because they bind no function of a target.
     """
     return any(not name.startswith(_OURS) for name in sys.modules.keys() - before)
 
 
 def _latest_module() -> tuple[int, str]:
-    """Return the number of loaded modules and the name of the latest one; `sys.modules` keeps the order of imports."""
+    """Return the number of loaded modules and the name of the last one; `sys.modules` keeps the order of imports."""
     return len(sys.modules), next(reversed(sys.modules))
 
 
 def _classes(namespaces: Mapping[int, Any]) -> dict[int, list[type]]:
-    """Return the classes of namespaces, by the id of each namespace.
+    """Return the classes that have the namespaces, by the id of each namespace.
 
-    Every class is a subclass of `object`. A walk over the subclasses takes a third of the time of a search of the heap.
+    The search walks over the subclasses of `object`, which takes a third of the time of a search of the heap.
     """
     found: dict[int, list[type]] = {number: [] for number in namespaces}
     waiting: list[type] = [object] if namespaces else []
@@ -120,7 +121,7 @@ def _classes(namespaces: Mapping[int, Any]) -> dict[int, list[type]]:
 
 
 def _referrers(wanted: dict[int, Any], *, but: tuple[object, ...]) -> dict[int, list[Any]]:
-    """Return the referrers of each object, by its id, without frames of running code and the containers of the query."""
+    """Return the referrers of each object, by its id, except frames and the two containers `wanted` and `but`."""
     found: dict[int, list[Any]] = {number: [] for number in wanted}
     if not wanted:
         return found
@@ -132,7 +133,7 @@ def _referrers(wanted: dict[int, Any], *, but: tuple[object, ...]) -> dict[int, 
 
 
 def loaded_modules() -> list[ModuleType]:
-    """Return every module once."""
+    """Return every module in `sys.modules` once; entries that are no modules are left out."""
     # type() and not isinstance: a lazy module may import something when its __class__ is read.
     found = {id(each): each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)}
     return list(found.values())

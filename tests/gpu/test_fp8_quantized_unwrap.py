@@ -1,7 +1,7 @@
-"""The seam of pack 03 on a GPU: no host synchronisation, under CUDA graph capture, and with the real engine if it is here.
+"""The seam of pack 03 on a GPU: without host synchronisation, under CUDA graph capture, and with tensors of Transformer Engine.
 
-Needs megatron-core. Without TileLang a recorder replaces its kernel. Without Transformer Engine a stand-in wrapper replaces
-its tensors, and the tests of the engine are skipped.
+Needs megatron-core. A stand-in that records its arguments replaces TileLang's kernel, except in the last test, which needs TileLang.
+The first tests use stand-ins for quantized tensors. Those with real ones are skipped without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megacpp_overlays.runtime import quantized as facts
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
 
 RELEASE = part_of(feature.TARGET.module)
+"""The part of the overlay for `ops.tilelang_dsa`."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def dispatch(module: ModuleType, query: Any, key: Any, indices: Any) -> Any:
 
 
 def replayed(module: ModuleType, query: Any, key: Any, indices: Any) -> Any:
-    """Capture the dispatcher and return its output after a replay."""
+    """Capture a call of the dispatcher in a CUDA graph, zero its output, and return the output of one replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -68,17 +69,17 @@ def replayed(module: ModuleType, query: Any, key: Any, indices: Any) -> Any:
     return output
 
 
-def test_opening_and_saying_so_reads_nothing_back(module: ModuleType) -> None:
+def test_dequantizing_and_logging_do_not_synchronise_with_the_host(module: ModuleType) -> None:
     query, key, indices = on_gpu()
     pair = quantized(query), quantized(key)
     (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
-    fresh = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
+    seam = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
     with kernel_in(module, Kernel()), no_synchronisation():
-        output = fresh(*pair, indices, 0.5, 512)
+        output = seam(*pair, indices, 0.5, 512)
     assert output is not None
 
 
-def test_a_captured_call_replays_what_the_plain_one_computes(module: ModuleType) -> None:
+def test_a_replay_with_quantized_tensors_equals_an_eager_call_with_plain_ones(module: ModuleType) -> None:
     query, key, indices = on_gpu()
     with seam_in(module, RELEASE), kernel_in(module, Kernel()) as kernel, torch.no_grad():
         expected = dispatch(module, query, key, indices)
@@ -87,16 +88,17 @@ def test_a_captured_call_replays_what_the_plain_one_computes(module: ModuleType)
     assert all(type(tensor) is torch.Tensor and tensor.data_ptr() for pair in kernel.got for tensor in pair)
 
 
-def test_importing_the_package_leaves_cuda_alone(run_python: Any) -> None:
+def test_importing_the_package_does_not_initialise_cuda(run_python: Any) -> None:
     code = "import megacpp_overlays, megacpp_overlays.fp8_sparse_mla, torch; print(torch.cuda.is_initialized())"
     assert run_python(code, Path(__file__).resolve().parents[2]).stdout.splitlines()[-1] == "False"
 
 
-# With the real engine
+# With Transformer Engine
 
 
 @pytest.fixture(scope="module")
 def engine() -> SimpleNamespace:
+    """Return Transformer Engine, `te`, and for each of its quantizers a function that makes one, `makers`; skip the test without it."""
     name = "transformer_engine.pytorch"
     try:
         te = importlib.import_module(name)
@@ -116,9 +118,10 @@ def engine() -> SimpleNamespace:
 
 
 def engine_tensor(engine: SimpleNamespace, maker: str, plain: Any) -> Any:
+    """Return a tensor that a quantizer of the engine quantized; the test is skipped where this GPU cannot quantize or dequantize with it."""
     try:
         made = engine.makers[maker]()(plain)
-        made.dequantize()  # Hopper can make MXFP8 tensors and cannot open them
+        made.dequantize()  # Hopper can quantize to MXFP8 and cannot dequantize it
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         pytest.skip(f"this GPU cannot quantize and dequantize with {maker}: {str(error).splitlines()[0]}")
     return made
@@ -127,15 +130,16 @@ def engine_tensor(engine: SimpleNamespace, maker: str, plain: Any) -> Any:
 ROWS = "Float8BlockQuantizer of rows"
 MAKERS = ["Float8Tensor", "Float8BlockQuantizer", ROWS, "MXFP8Quantizer"]
 STORED = ["Float8Tensor", "Float8BlockQuantizer", ROWS]
+"""Quantizers of keys that `transformer_engine_keys` reads without dequantizing."""
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_the_engines_own_tensors_are_opened_once_with_their_gradient(
+def test_dequantizing_the_engines_tensors_keeps_their_values_and_gradients(
     maker: str, engine: SimpleNamespace, module: ModuleType
 ) -> None:
     if maker not in engine.makers:
         pytest.skip(f"this release has no {maker}")
-    # 128 rows and 1024 channels divide the blocks of every recipe; the dispatcher is not about shapes here.
+    # 128 rows and 1024 channels are multiples of the block sizes of every recipe. The dispatcher and its shapes play no part here.
     plain = torch.randn(128, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     tensor = engine_tensor(engine, maker, plain)
     assert (tensor.data_ptr(), tensor.dtype) == (0, torch.bfloat16)
@@ -146,14 +150,14 @@ def test_the_engines_own_tensors_are_opened_once_with_their_gradient(
     assert type(opened) is torch.Tensor
     assert torch.equal(opened, tensor.dequantize(dtype=torch.bfloat16))
     error = (opened - plain).float().abs().max() / plain.float().abs().max()
-    assert error < 0.07  # half a step of E4M3 at the top of its range
+    assert error < 0.07  # E4M3 has 3 mantissa bits: rounding changes a number by 1/16 of it at most
     (opened * 3).sum().backward()
     assert torch.equal(plain.grad, torch.full_like(plain, 3))
 
 
 @pytest.mark.parametrize("shape", [(128, 2, 1, 576), (130, 2, 1, 640)], ids=str)
 @pytest.mark.parametrize("maker", STORED)
-def test_keys_that_the_engine_quantized_are_read_as_they_are_stored(
+def test_keys_that_the_engine_quantized_are_read_without_dequantizing(
     maker: str, shape: tuple[int, ...], engine: SimpleNamespace
 ) -> None:
     if maker not in engine.makers:
@@ -167,21 +171,23 @@ def test_keys_that_the_engine_quantized_are_read_as_they_are_stored(
     assert torch.equal(keys.opened(torch.bfloat16), key.dequantize(dtype=torch.bfloat16))
 
 
-def test_the_seam_gives_the_engines_tensors_to_the_kernel_plain(engine: SimpleNamespace, module: ModuleType) -> None:
+def test_the_seam_keeps_output_and_types_and_passes_gradients_to_the_engines_tensors(
+    engine: SimpleNamespace, module: ModuleType
+) -> None:
     query, key, indices = on_gpu()
     leaves = query.float().to(torch.bfloat16).requires_grad_(), key.float().to(torch.bfloat16).requires_grad_()
     pair = tuple(engine_tensor(engine, "Float8Tensor", leaf) for leaf in leaves)
-    with kernel_in(module, Kernel()) as without:
-        silent = dispatch(module, *pair, indices)
+    with kernel_in(module, Kernel()) as kernel_without_seam:
+        output_without_seam = dispatch(module, *pair, indices)
     with seam_in(module, RELEASE), kernel_in(module, Kernel()) as kernel:
         output = dispatch(module, *pair, indices)
         output.sum().backward()
-    assert torch.equal(output, silent)
-    assert [type(tensor) for tensor in kernel.got[0]] == [type(tensor) for tensor in without.got[0]]
+    assert torch.equal(output, output_without_seam)
+    assert [type(tensor) for tensor in kernel.got[0]] == [type(tensor) for tensor in kernel_without_seam.got[0]]
     assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in leaves)
 
 
-def test_the_engines_tensors_under_capture(engine: SimpleNamespace, module: ModuleType) -> None:
+def test_a_replay_with_the_engines_tensors_equals_an_eager_call(engine: SimpleNamespace, module: ModuleType) -> None:
     query, key, indices = on_gpu()
     with torch.no_grad():
         pair = tuple(engine_tensor(engine, "Float8Tensor", tensor) for tensor in (query, key))
@@ -191,7 +197,9 @@ def test_the_engines_tensors_under_capture(engine: SimpleNamespace, module: Modu
     assert torch.equal(output, expected)
 
 
-def test_with_tilelang_the_real_kernel_gets_what_it_can_read(engine: SimpleNamespace, module: ModuleType) -> None:
+def test_tilelangs_kernel_computes_the_same_from_the_engines_tensors_as_from_plain_ones(
+    engine: SimpleNamespace, module: ModuleType
+) -> None:
     if module.SparseMLA is None:  # type: ignore[attr-defined]
         pytest.skip("no TileLang")
     query = torch.randn(64, 2, 16, 576, dtype=torch.bfloat16, device="cuda")

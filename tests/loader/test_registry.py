@@ -1,4 +1,4 @@
-"""Declarations are checked before anything is armed."""
+"""The registry of declarations: it finds them, orders them and checks them before anything is armed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def identity(original: Any, _: Any) -> Any:
     return original
 
 
-def test_every_overlay_of_this_package_is_found_and_in_order() -> None:
-    overlays = registry.load()
+def test_overlays_of_this_package_are_found_and_ordered_by_pack_and_id() -> None:
+    loaded = registry.load()
 
-    keys = [(overlay.pack, overlay.id) for overlay in overlays]
+    keys = [(overlay.pack, overlay.id) for overlay in loaded]
     assert keys == sorted(keys)
-    assert {"float16-fp32-exemption", "liger-flce-none-backward"} <= {overlay.id for overlay in overlays}
+    assert {"float16-fp32-exemption", "liger-flce-none-backward"} <= {overlay.id for overlay in loaded}
 
 
 def test_an_overlay_is_named_after_its_module() -> None:
@@ -80,7 +80,7 @@ def test_an_incomplete_declaration_is_refused(upstream: Upstream, change: dict[s
         registry.check([("here", upstream.overlay(**change))])
 
 
-def test_a_check_of_an_overlay_s_own_is_refused_and_the_error_names_the_code_to_delete(
+def test_the_retired_argument_is_refused_and_the_error_names_the_code_to_delete(
     upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declared = upstream.overlay()
@@ -97,7 +97,7 @@ def test_an_object_that_is_no_overlay_is_refused() -> None:
         registry.check([("here", None)])
 
 
-def test_two_overlays_cannot_share_an_id_or_a_variable(upstream: Upstream) -> None:
+def test_two_overlays_cannot_share_an_id(upstream: Upstream) -> None:
     with pytest.raises(RegistryError, match="there and here both declare double-fix"):
         registry.check([("here", upstream.overlay()), ("there", upstream.overlay())])
 

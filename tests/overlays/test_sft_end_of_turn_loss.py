@@ -1,7 +1,7 @@
-"""Megatron's dataset of conversations with the overlay: ends of turns have a loss where padding is the same token, and padding has none.
+"""Megatron's dataset of conversations with the overlay: where padding is the token that ends turns, ends have a loss and padding has none.
 
-Cases and neighbours of pack 67 run on releases, each in a process of its own, and with a tokenizer of transformers in a lane that has it.
-Further tests read the dataset in this process.
+Cases of pack 67 run on releases, each in a process of its own, and with a tokenizer of transformers in a lane that has it.
+Further tests read samples of the dataset in this process.
 """
 
 from __future__ import annotations
@@ -46,10 +46,20 @@ def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> No
 
 
 END, NONE = 2, -1
+"""The token that ends turns and pads, and the dataset's sentinel for padding, which is no token."""
 
 
 def sample(module: ModuleType, tokens: list[int], *, length: int, ranks: int = 1) -> dict[str, list[Any]]:
-    """Return the sample of one conversation, all of which is learned, with a tokenizer that pads with the end."""
+    """Return tokens, labels and loss mask of a sample with one conversation, under the overlay.
+
+    Every token of the conversation is learned. The tokenizer pads with the token that ends turns.
+
+    Args:
+        module: the module of the dataset.
+        tokens: of the conversation.
+        length: of the sample.
+        ranks: of context parallelism.
+    """
     tokenizer = SimpleNamespace(
         pad=END, eod=END, tokenize_conversation=lambda *_, **__: (np.array(tokens), np.array(tokens))
     )
@@ -70,7 +80,7 @@ def sample(module: ModuleType, tokens: list[int], *, length: int, ranks: int = 1
     return {name: served[name].tolist() for name in ("tokens", "labels", "loss_mask")}
 
 
-def test_a_sample_that_is_cut_off_has_no_loss_behind_its_last_token(module: ModuleType) -> None:
+def test_a_truncated_sample_has_no_loss_after_its_last_token(module: ModuleType) -> None:
     found = sample(module, [5, END, 6, 7, 8], length=3)
 
     assert found == {"tokens": [5, END, 6], "labels": [END, 6, END], "loss_mask": [1.0, 1.0, 0.0]}
@@ -83,5 +93,5 @@ def test_padding_for_context_parallel_ranks_has_no_loss(module: ModuleType) -> N
     assert found["loss_mask"] == [1.0, 1.0, *[0.0] * 6]
 
 
-def test_a_conversation_that_ends_with_several_ends_learns_each(module: ModuleType) -> None:
+def test_each_of_several_end_tokens_at_the_end_of_a_conversation_has_a_loss(module: ModuleType) -> None:
     assert sample(module, [5, END, END], length=4)["loss_mask"] == [1.0, 1.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The gate of pack 13 reads the C++ that tilelang ships."""
+"""The gate of pack 13, on the C++ that TileLang ships, as released and edited."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_verdict_on_locked_releases(lane: str, verdict: Verdict, shape: str 
     assert (found.verdict, found.shape) == (verdict, shape), found.summary()
 
 
-def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
+def test_the_gate_is_due_for_deletion_only_on_a_repaired_release() -> None:
     assert ask(OVERLAY.probe, tree_of("edge")).verdict is Verdict.FIXED
     assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
     assert ask(OVERLAY.probe, tree_of("newest")).verdict is not Verdict.FIXED
@@ -52,17 +52,18 @@ def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
         },
     ],
 )
-def test_an_unknown_text_is_not_recognised(edit: dict[str, str] | None) -> None:
+def test_an_edited_or_missing_file_is_not_recognised(edit: dict[str, str] | None) -> None:
     assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
-def test_comments_and_layout_mean_nothing() -> None:
+def test_comments_and_layout_do_not_change_the_verdict() -> None:
     edit = {"bool match_full_iter =\n": "// as it was\n  bool   match_full_iter = /* or not */\n\n"}
 
     assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).shape == EQUALITY_ONLY
 
 
 CONDITION = "analyzer->CanProve(expected_lower_factor > mark->extent)"
+"""The condition that the repair adds."""
 
 
 @pytest.mark.parametrize(
@@ -78,23 +79,23 @@ CONDITION = "analyzer->CanProve(expected_lower_factor > mark->extent)"
         ("mamba3-pinned", {"bool match_full_iter =": f"\n#if 0\n{CONDITION};\n#endif\nbool match_full_iter ="}),
     ],
 )
-def test_a_repair_that_is_not_compiled_is_not_fixed(lane: str, edit: dict[str, str]) -> None:
+def test_a_repair_without_effect_is_not_fixed(lane: str, edit: dict[str, str]) -> None:
     assert ask(probe, Edited(tree_of(lane), FILE, edit)).verdict is not Verdict.FIXED
 
 
-def test_an_unknown_text_with_the_repair_is_not_recognised() -> None:
+def test_a_repaired_file_with_added_comments_is_not_recognised() -> None:
     found = ask(probe, Edited(tree_of("edge"), FILE, {"#include": "// as it was\n#include"}))
 
     assert found.verdict is Verdict.UNRECOGNISED
 
 
-def test_a_repair_that_lost_its_condition_is_no_repair() -> None:
+def test_a_repair_without_its_condition_is_not_recognised() -> None:
     edit = {"analyzer->CanProve(expected_lower_factor > mark->extent)": "false"}
 
     assert ask(probe, Edited(tree_of("edge"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
-def test_a_condition_in_a_comment_is_no_repair() -> None:
+def test_the_condition_of_the_repair_in_a_comment_is_no_repair() -> None:
     edit = {
         "bool match_full_iter =\n": "// analyzer->CanProve(expected_lower_factor > mark->extent)\n bool match_full_iter =\n"
     }
@@ -118,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "tilelang/__init__.py").touch()
     (tmp_path / "tilelang/transform.py").touch()
     (tmp_path / FILE).parent.mkdir(parents=True)
-    (tmp_path / FILE).symlink_to(tmp_path / FILE)  # a loop
+    (tmp_path / FILE).symlink_to(tmp_path / FILE)  # a link to itself
 
     found = ask(probe, DirectoryTree(tmp_path))
 

@@ -1,7 +1,7 @@
-"""Imported last in a process that is copied: functions that upstream gives to `torch.compile` run as they are written.
+"""Eager execution of everything that upstream compiles with `torch.compile`; imported after torch by a process that is forked for tests.
 
 Megatron compiles small functions around those that overlays replace. A C++ compiler then takes up to a minute in each process, for values
-that differ in rounding alone. Tests of compiled steps take the stance `default`, or start without this module.
+that differ in rounding alone. Tests of compiled steps set the stance `default`, or start without this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The distributions that are installed in this environment, with the origins in their metadata."""
+"""Installed distributions: version, RECORD and origin of each, from its metadata."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METADATA = ("METADATA", "PKG-INFO", "RECORD", "INSTALLER", "direct_url.json", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The content of `direct_url.json`, which an installer writes only for distributions that are not from an index.
+    """The origin of a distribution, from `direct_url.json`. An installer writes it only for distributions that are not from an index.
 
     Format: https://packaging.python.org/specifications/direct-url/. The hash of an archive is not read, because the installer
     checks it: `pip install --require-hashes`, `uv pip sync --require-hashes`.
@@ -33,12 +33,13 @@ class Origin:
     url: str
     editable: bool = False
     is_folder: bool = False
+    """Whether it was installed from a folder, and not from an archive or a repository."""
     commit: str | None = None
-    """Commit of the repository that the installer built from."""
+    """Commit of the repository that the installer built from; None for a folder or an archive."""
 
     @property
     def folder(self) -> Path | None:
-        """The local folder; None where the origin is no local folder."""
+        """The local folder that it was installed from; None for an archive or a repository."""
         parts = urlsplit(self.url)
         return Path(unquote(parts.path)) if parts.scheme == "file" and self.is_folder else None
 
@@ -51,14 +52,15 @@ class Installation:
     """Canonical name, `liger-kernel`."""
     version: str
     root: Path
-    """The folder that holds its packages and its metadata, site-packages most often."""
+    """The folder that holds its packages and its metadata, usually site-packages."""
     entries: tuple[RecordEntry, ...] | None
     """The lines of RECORD; None where there is no usable RECORD."""
     why_not: str | None
-    """The reason why there is no usable RECORD."""
+    """The reason why there is no usable RECORD; None where there is one."""
     origin: Origin | None
+    """None where there is no `direct_url.json`."""
     installer: str
-    """`pip`, `uv`, or empty."""
+    """The text of INSTALLER, such as `pip` or `uv`; empty where there is none."""
     top_levels: tuple[str, ...]
     """The names in `top_level.txt`, which setuptools writes; an editable install lists its packages nowhere else."""
     also: tuple[str, ...] = ()
@@ -69,22 +71,24 @@ class Installation:
         return self.root / file
 
     def is_within(self, path: Path) -> bool:
-        """Return whether a path is below the folder of this distribution, or below its environment.
+        """Return whether a path is in `root` or, for a root such as PREFIX/lib/python3.12/site-packages, in PREFIX.
 
         Links are not resolved, because an installer may link each file to its cache.
         """
         above = self.root.parents  # PREFIX/lib/python3.12/site-packages
-        is_prefix = len(above) > 3 and above[1].name.startswith("lib")  # never the root of the file system
+        is_prefix = len(above) > 3 and above[1].name.startswith("lib")  # PREFIX is not the root of the file system
         folders = (self.root, above[2]) if is_prefix else (self.root,)
-        named = os.path.join(os.path.normpath(path), "")  # as text: a RECORD has ten thousand of them
+        named = os.path.join(os.path.normpath(path), "")  # compared as text: a RECORD has ten thousand paths
         return any(named.startswith(os.path.join(each, "")) for each in folders)
 
 
 def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:
-    """Return every installed distribution by canonical name; of duplicates, the first on the path.
+    """Return every installed distribution by canonical name; of several with one name, the first on the path.
+
+    Where its folder has metadata of other versions, too, its RECORD is not used, `why_not` has the reason and `also` the versions.
 
     Args:
-        path: folders to search; None is the path of this interpreter.
+        path: folders to search; None searches `sys.path`.
 
     Raises:
         UpkeepError: the metadata of a distribution cannot be read.
@@ -100,6 +104,7 @@ def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:
 
 
 def _twice(first: Installation, versions: list[str]) -> Installation:
+    """Return an installation without its RECORD, because the folder has metadata of other versions, too."""
     why = f"the folder has metadata of {', '.join((first.version, *versions))}: an upgrade was left half done"
     return dataclasses.replace(first, why_not=why, entries=None, also=tuple(versions))
 
@@ -111,7 +116,7 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
         name, version = str(distribution.metadata["Name"]), str(distribution.version)
         origin = _origin(distribution.read_text("direct_url.json"))
     except Exception as error:
-        where = getattr(distribution, "_path", root)  # it has no public name
+        where = getattr(distribution, "_path", root)  # the metadata folder has no public name
         raise UpkeepError(
             f"{where}: the metadata of this distribution cannot be read ({type(error).__name__}: {error}); "
             "reinstall it, or delete the folder if an installer left it behind"
@@ -130,14 +135,19 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
 
 
 def _demand_files(distribution: importlib_metadata.Distribution) -> None:
-    """Check that the metadata files are regular files, because reading a FIFO would block."""
-    folder: object = getattr(distribution, "_path", None)  # it has no public name
+    """Check that the metadata files are regular files, because reading a FIFO would block.
+
+    Raises:
+        UpkeepError: one is not.
+    """
+    folder: object = getattr(distribution, "_path", None)  # the metadata folder has no public name
     for path in (folder / name for name in _METADATA) if isinstance(folder, Path) else ():
         if path.exists() and not path.is_file():
             raise UpkeepError(f"{path.name} is no regular file")
 
 
 def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[RecordEntry, ...] | None, str | None]:
+    """Return the lines of RECORD, or the reason why there is no usable RECORD; the other one is None."""
     text = distribution.read_text("RECORD")
     if not text:
         by = (distribution.read_text("INSTALLER") or "").strip()
@@ -162,7 +172,10 @@ def _origin(text: str | None) -> Origin | None:
 
 
 def import_names(installation: Installation) -> tuple[str, ...]:
-    """Return the outermost packages and modules that a distribution installs, such as `megatron.core`."""
+    """Return the outermost packages and modules that a distribution installs, such as `megatron.core`.
+
+    They are those of the .py files in RECORD. An editable install, or one without a usable RECORD, has its `top_levels`.
+    """
     if installation.entries is None or (installation.origin and installation.origin.editable):
         return installation.top_levels
     return tuple(sorted(_outermost(PurePosixPath(entry.file) for entry in installation.entries)))
