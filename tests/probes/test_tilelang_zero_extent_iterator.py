@@ -10,7 +10,6 @@ from probing import ask
 
 from megacpp_overlays.feature_probes.tilelang_zero_extent_iterator import EQUALITY_ONLY, probe
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.overlays.tilelang_zero_extent_iterator import OVERLAY
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource
 
@@ -32,12 +31,6 @@ def test_the_verdict_on_locked_releases(lane: str, verdict: Verdict, shape: str 
     found = ask(probe, tree_of(lane))
 
     assert (found.verdict, found.shape) == (verdict, shape), found.summary()
-
-
-def test_the_gate_is_due_for_deletion_only_on_a_repaired_release() -> None:
-    assert ask(OVERLAY.probe, tree_of("edge")).verdict is Verdict.FIXED
-    assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
-    assert ask(OVERLAY.probe, tree_of("newest")).verdict is not Verdict.FIXED
 
 
 @pytest.mark.parametrize(
@@ -69,12 +62,7 @@ CONDITION = "analyzer->CanProve(expected_lower_factor > mark->extent)"
 @pytest.mark.parametrize(
     ("lane", "edit"),
     [
-        ("edge", {CONDITION: f"false /* {CONDITION} */"}),
-        ("edge", {CONDITION: f"{CONDITION} and false"}),
-        ("edge", {CONDITION: f'Said("{CONDITION}")'}),
-        ("edge", {CONDITION: f"\n#if 0\n{CONDITION}\n#else\nfalse\n#endif\n"}),
         ("edge", {"Array<IterSplitExpr> get_unused_iters(": "#if 0\nArray<IterSplitExpr> get_unused_iters("}),
-        ("edge", {"#include": "#define CanProve(x) false\n#include"}),
         ("mamba3-pinned", {"bool match_full_iter =": f'Said("{CONDITION}"); bool match_full_iter ='}),
         ("mamba3-pinned", {"bool match_full_iter =": f"\n#if 0\n{CONDITION};\n#endif\nbool match_full_iter ="}),
     ],
@@ -90,20 +78,18 @@ def test_a_repaired_file_with_added_comments_is_not_recognised() -> None:
 
 
 def test_a_repair_without_its_condition_is_not_recognised() -> None:
-    edit = {"analyzer->CanProve(expected_lower_factor > mark->extent)": "false"}
+    edit = {CONDITION: "false"}
 
     assert ask(probe, Edited(tree_of("edge"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_the_condition_of_the_repair_in_a_comment_is_no_repair() -> None:
-    edit = {
-        "bool match_full_iter =\n": "// analyzer->CanProve(expected_lower_factor > mark->extent)\n bool match_full_iter =\n"
-    }
+    edit = {"bool match_full_iter =\n": f"// {CONDITION}\n bool match_full_iter =\n"}
 
     assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.BROKEN
 
 
-def test_a_tree_that_hands_out_modules_only_is_not_recognised(tmp_path: Path) -> None:
+def test_a_tree_that_hands_out_modules_only_is_not_recognised() -> None:
     class ModulesOnly:
         def module(self, name: str) -> ModuleSource | None:
             return ModuleSource(name, "tilelang/__init__.py", "")

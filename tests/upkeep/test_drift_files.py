@@ -336,6 +336,27 @@ def test_metadata_that_is_a_fifo_is_an_error(target: Path, monkeypatch: pytest.M
         installed_in(target, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["INSTALLER", "top_level.txt"])
+def test_metadata_that_is_not_utf_8_is_an_error(target: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (target / "fast_ops-1.0.dist-info" / name).write_bytes(b"\xff")
+
+    with pytest.raises(
+        UpkeepError, match=r"fast_ops-1\.0\.dist-info: the metadata .* cannot be read \(UnicodeDecodeError"
+    ):
+        installed_in(target, monkeypatch)
+
+
+def test_a_record_that_is_not_utf_8_leaves_the_distribution_unchecked(
+    target: Path, examine: Callable[..., DriftReport]
+) -> None:
+    (target / "fast_ops-1.0.dist-info" / "RECORD").write_bytes(b"\xff,,\n")
+
+    [row] = examine().rows
+
+    assert row.state is DriftState.UNCHECKED
+    assert row.unchecked[0].startswith("RECORD is not UTF-8")
+
+
 @pytest.mark.parametrize(
     "line",
     ["fast_ops/__init__.py", "fast_ops/\0.py,sha256=AA,1", f"x.py,sha256=AA,{'9' * 5000}"],

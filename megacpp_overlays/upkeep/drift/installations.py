@@ -115,13 +115,15 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
         _demand_files(distribution)
         name, version = str(distribution.metadata["Name"]), str(distribution.version)
         origin = _origin(distribution.read_text("direct_url.json"))
+        installer = (distribution.read_text("INSTALLER") or "").strip()
+        top_levels = tuple((distribution.read_text("top_level.txt") or "").split())
     except Exception as error:
         where = getattr(distribution, "_path", root)  # the metadata folder has no public name
         raise UpkeepError(
             f"{where}: the metadata of this distribution cannot be read ({type(error).__name__}: {error}); "
             "reinstall it, or delete the folder if an installer left it behind"
         ) from error
-    entries, why_not = _entries(distribution)
+    entries, why_not = _entries(distribution, installer)
     return Installation(
         name=canonicalize_name(name),
         version=version,
@@ -129,8 +131,8 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
         entries=entries,
         why_not=why_not,
         origin=origin,
-        installer=(distribution.read_text("INSTALLER") or "").strip(),
-        top_levels=tuple((distribution.read_text("top_level.txt") or "").split()),
+        installer=installer,
+        top_levels=top_levels,
     )
 
 
@@ -146,14 +148,17 @@ def _demand_files(distribution: importlib_metadata.Distribution) -> None:
             raise UpkeepError(f"{path.name} is no regular file")
 
 
-def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[RecordEntry, ...] | None, str | None]:
+def _entries(
+    distribution: importlib_metadata.Distribution, installer: str
+) -> tuple[tuple[RecordEntry, ...] | None, str | None]:
     """Return the lines of RECORD, or the reason why there is no usable RECORD; the other one is None."""
-    text = distribution.read_text("RECORD")
-    if not text:
-        by = (distribution.read_text("INSTALLER") or "").strip()
-        return None, f"it was installed without a RECORD{f' by {by}' if by else ''}"
     try:
+        text = distribution.read_text("RECORD")
+        if not text:
+            return None, f"it was installed without a RECORD{f' by {installer}' if installer else ''}"
         return records.parse(text), None
+    except UnicodeDecodeError as error:
+        return None, f"RECORD is not UTF-8: {error}"
     except UpkeepError as error:
         return None, str(error)
 
