@@ -1,6 +1,6 @@
-"""Probe whether Liger's fused linear cross entropy multiplies gradients by that of the loss as if their rows were contiguous.
+"""Probe whether Liger's fused linear cross entropy scales gradients by the gradient of the loss as if their rows were contiguous.
 
-Source: `element_mul_kernel` of liger-kernel, which has a stride of columns since 0.8.5.
+Source: `element_mul_kernel` of liger-kernel, which has a column stride since 0.8.5.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ CONTIGUOUS_ROWS = "contiguous-rows"
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether gradients of transposed weights are multiplied in other places than their own."""
+    """Return whether gradients of transposed weights or hidden states, whose rows are not contiguous, are scaled in the wrong places."""
     return forms.finding("liger-flce-strided-gradients", TARGET, tree)

@@ -1,6 +1,6 @@
-"""Every type of layer that Megatron's hybrid models know, trained together by its own launcher, stock and with overlays.
+"""Proof of models with every type of layer of Megatron's hybrid models, trained by its own launcher, stock and with overlays.
 
-Whether the packages that some layers want are there, and whether their kernels work on this host, is for the launches to say.
+Some layers need packages and kernels that a host may lack. A launch that ends for such a reason is a result, and its error is kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ CALLED = (
     *("dsa-sparse-attention", "dsa-indexer-streaming", "mla-rope-key-gradient", "mamba2-int32-offsets"),
     *("masked-aux-loss-tokens", "expert-bias-padding-mask", "gathered-logits-loss"),
 )
-"""Overlays that these layers have to reach in every step."""
+"""Overlays that the latent model has to call, at least as many times as it has steps."""
 INPUTS = (LAUNCHERS / "every_layer_stack.py", INTERPRETED / "sitecustomize.py")
 
 
 def measure(place: Workplace, say: Say) -> Found:
-    """Return how each launch of each model ended; of the first model alone where a package is missing, which is said once."""
+    """Launch each model stock and with overlays; return losses, decisions and calls of each launch, or its error.
+
+    Where a package is missing, only the first model is launched, so that the error is reported once.
+
+    Raises:
+        ProofError: no checkout was given, it is none, or a launch succeeded and logged no step.
+    """
     site = prepared(place)
     found = {**site.about(), "packages": packages(), "models": {}}
     found["inputs"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in INPUTS}
     for model in MODELS if not missing(found) else MODELS[:1]:
-        there = replace(site, sizes=sized(model, site.sizes))
-        found["models"][model.id] = {**_about(model, there), "runs": _launched(model, there, say)}
+        resized = replace(site, sizes=sized(model, site.sizes))
+        found["models"][model.id] = {**_about(model, resized), "runs": _launched(model, resized, say)}
     return found
 
 
@@ -48,6 +54,10 @@ def _about(model: Model, site: Site) -> Found:
 
 
 def _launched(model: Model, site: Site, say: Say) -> Found:
+    """Launch a model stock and with overlays, and once more stock with other rounding; return the result of each launch.
+
+    The last launch is left out where the host has no switches for it, for KERNELS, and where stock ended with an error.
+    """
     ways: dict[str, Mapping[str, str]] = {STOCK: {}, OURS: {}}
     ways |= {ROUNDED: site.sizes.rounds} if site.sizes.rounds and model is not KERNELS else {}
     runs: Found = {}
@@ -63,12 +73,20 @@ def _launched(model: Model, site: Site, say: Say) -> Found:
 
 
 def missing(found: Found) -> list[str]:
-    """Return the packages that are not installed."""
+    """Return the names of the packages that are not installed."""
     return [name for name, version in found["packages"].items() if version is None]
 
 
 def trains_as_stock(model: Model, says: str) -> Claim:
-    """Return the claim that a model trains with overlays as it does without them, or ends where it ends without them."""
+    """Return the claim that a model trains with overlays as it does without them.
+
+    It holds if the loss falls, no step is skipped or NaN, and losses differ from stock's by no more than rounding. If both
+    launches end with the same error, the outcome is UPSTREAM.
+
+    Args:
+        model: the model.
+        says: the claim in words.
+    """
 
     def judge(found: Found) -> Verdict:
         runs = found["models"][model.id]["runs"]
@@ -90,7 +108,7 @@ def trains_as_stock(model: Model, says: str) -> Claim:
 
 
 def _of_an_end(stock: Found, ours: Found, absent: list[str]) -> Verdict:
-    """Return the verdict where a launch, or both, ended before the last step."""
+    """Return the verdict where a launch, or both, ended with an error: UPSTREAM for the same error in both, otherwise FAILS."""
     same = ours.get("error") == stock.get("error")
     figure = f"not installed: {', '.join(absent)}; " if absent else ""
     figure += f"with overlays and without: {ended(ours)}" if same else f"{ended(ours)}; stock: {ended(stock)}"
@@ -102,7 +120,7 @@ def _trained(found: Found) -> bool:
 
 
 def used(found: Found) -> Verdict:
-    """Judge that the overlays that these layers need are reached in every step, and that none is in conflict."""
+    """Judge that each overlay of `CALLED` has at least as many calls as there are steps, and that no overlay is in conflict."""
     run = found["models"][LATENT.id]["runs"][OURS]
     decisions, calls, steps = run["decisions"], run["calls"], len(run["losses"])
     active = sum(decision == "active" for decision in decisions.values())

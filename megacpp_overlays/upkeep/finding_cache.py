@@ -1,13 +1,14 @@
 """FindingCache: findings on disk, keyed by the code of the probe and by the source texts that it read.
 
 A probe is a function of source texts: it imports no upstream code and reads no clock. So a finding is valid until its code or
-its texts change. The key is
+its texts change. The key has two parts. The first names the file of a part of an overlay, the second selects a finding in it:
 
-    code    the module of the probe and all modules of this package that it imports, at any level; the modules that read
-            source; the record of forms; and the version of Python, whose parser affects a finding
+    code    the module of the probe and all modules of this package that it imports, directly or indirectly; the modules that read
+            source; the recorded forms; and the version of Python, whose parser affects a finding
     texts   every module that the probe requested, with its text or the fact that it was missing
 
-A finding that depends on other data, such as a file that is no module, is not kept and is derived each time.
+These findings are not kept, and their probes run each time: those of plugins, those that depend on a file that is no module or cannot
+be read, and those that `known.portable` cannot express without paths of the tree.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from megacpp_overlays.source.trees import SourceTree
 
 _PROBES = "megacpp_overlays.feature_probes."
 _READERS = ("megacpp_overlays.source.file_trees", "megacpp_overlays.source.readings")
+"""Modules that read source for a probe; their imports are added, too."""
 _BOUNDARY = "megacpp_overlays.loader.probing"
+"""The module that runs a probe; its imports are not added."""
 
 
 class CachedFinding(NamedTuple):
@@ -40,14 +43,14 @@ class CachedFinding(NamedTuple):
 
     finding: Finding
     asked: tuple[str, ...] | None
-    """Names of modules in order; None where the finding depends on other data."""
+    """Names of the modules, sorted; None for a probe of a plugin, or where a file was requested that is no module or cannot be read."""
 
 
 class FindingCache:
     """Findings of the probes of this package.
 
     Args:
-        folder: the folder of the findings; created with the first one. None keeps them in memory, for this object alone.
+        folder: the folder of the findings, which `save` creates. None keeps them in memory, for this object alone.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -56,12 +59,12 @@ class FindingCache:
         self._new: set[str] = set()
 
     def derive(self, erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> CachedFinding:
-        """Return a probe's finding in a tree, as `examine` does; the probe runs only if no finding is kept.
+        """Return the finding of a probe in a tree, as `examine` does; the probe runs only if no finding is kept.
 
         Args:
             erratum: the declaration.
             tree: the tree that source is read from.
-            unless: exceptions that are propagated, see `examine`.
+            unless: exceptions of the probe that are propagated; see `examine`.
         """
         if not erratum.probe.__module__.startswith(_PROBES):
             return CachedFinding(examine(erratum, tree, unless=unless), None)
@@ -104,10 +107,10 @@ class FindingCache:
         return self._rows[key]
 
     def save(self) -> None:
-        """Write the findings that were derived since the last call.
+        """Write the findings that were derived since the last call; without a folder, write nothing.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be created, or a file cannot be written.
         """
         if self._folder is not None and self._new:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -116,13 +119,14 @@ class FindingCache:
 
 
 def key_of(erratum: Erratum) -> str:
-    """Return a key of 32 hexadecimal digits from a part of an overlay, all code of its probe, and its recorded forms."""
+    """Return the key of a part of an overlay: 32 hexadecimal digits, from its name, the version of Python, its probe's code and its recorded forms."""
     words = (known.name_of(erratum), known.this_python(), _code(erratum.probe.__module__), _recorded(erratum.id))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def _code(module: str) -> str:
+    """Return the hash of all code of a probe, by its module."""
     found = hashlib.sha256()
     names = {*closure([module, *_READERS]), _BOUNDARY}
     for name in sorted(names):
@@ -136,12 +140,16 @@ def _recorded(overlay: str) -> str:
 
 
 def text_sha256(module: str) -> str:
-    """Return the SHA-256 of the file of a module, in hexadecimal digits."""
+    """Return the SHA-256 of the file of a module, in hexadecimal digits.
+
+    Raises:
+        ModuleNotFoundError: the module does not exist, or has no file.
+    """
     return hashlib.sha256(_path(module).read_bytes()).hexdigest()
 
 
 def closure(modules: Iterable[str]) -> frozenset[str]:
-    """Return the names of modules and of every module of this package that they import, directly or indirectly, at any level."""
+    """Return the names of modules and of all modules of this package that they import, directly or indirectly, also inside functions."""
     found: set[str] = set()
     waiting = list(modules)
     while waiting:
@@ -159,7 +167,7 @@ def _imported_by(name: str) -> tuple[str, ...]:
 
 
 def imported_names(syntax: ast.Module) -> Iterator[str]:
-    """Yield every name that a module imports, at any level; for `from a import b` both `a` and `a.b`."""
+    """Yield every name that a module imports, also inside functions; for `from a import b` both `a` and `a.b`."""
     for node in ast.walk(syntax):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -176,7 +184,7 @@ def _is_ours(name: str) -> bool:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is a module and no package: the name is an attribute of that module
+    except ModuleNotFoundError:  # its parent is a module and not a package: the name is an attribute of that module
         return False
 
 

@@ -1,4 +1,4 @@
-"""verify_ranks over NCCL groups: it finds the odd rank, and touches no device on the way."""
+"""`verify_ranks` over NCCL groups: it names the rank that differs or is missing, and does not initialize CUDA."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def size(request: pytest.FixtureRequest) -> int:
     return wanted
 
 
-def test_ranks_agree_before_any_device_is_touched_and_train_afterwards(tmp_path: Path, size: int) -> None:
+def test_ranks_agree_before_cuda_is_initialized_and_reduce_afterwards(tmp_path: Path, size: int) -> None:
     found = only(Ranks(tmp_path).torchrun(size, backend="nccl", reduces=True))
 
     assert [each["outcome"] for each in found] == ["agreed"] * size
     assert len({each["fingerprint"] for each in found}) == 1
-    assert not any(each["cuda"] for each in found)  # looked at after the call, before the sum
+    assert not any(each["cuda"] for each in found)  # recorded after the call and before the sum
     assert [each["sum"] for each in found] == [float(size)] * size
 
 
-def test_an_overlay_that_is_off_on_the_last_rank_stops_all(tmp_path: Path, size: int) -> None:
+def test_an_overlay_that_is_off_on_the_last_rank_is_an_error_on_all(tmp_path: Path, size: int) -> None:
     last = size - 1
     plan = {str(last): {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}
 
@@ -40,7 +40,7 @@ def test_an_overlay_that_is_off_on_the_last_rank_stops_all(tmp_path: Path, size:
     assert not any(each["cuda"] for each in found)
 
 
-def test_a_rank_that_never_calls_is_named_on_the_others(tmp_path: Path, size: int) -> None:
+def test_a_rank_that_never_calls_is_named_by_the_others(tmp_path: Path, size: int) -> None:
     last = size - 1
 
     seen = Ranks(tmp_path).torchrun(size, timeout=10, absent=1, backend="nccl", **{str(last): {"leaves": "exit"}})

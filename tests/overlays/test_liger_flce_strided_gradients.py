@@ -1,6 +1,6 @@
-"""Liger's fused linear cross entropy with the overlay: gradients of transposed weights and hidden states are multiplied by that of the loss.
+"""Scaling of gradients of transposed weights and hidden states in Liger's fused linear cross entropy, with the overlay.
 
-The case and the neighbours of pack 72 run on releases, in a process of its own for each.
+The CPU case and the neighbour cases of pack 72 run on each release in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(
     assert_neighbours_are_the_same(measured)
 
 
-def test_the_newest_release_is_repaired(wheel: Callable[[str, str], Path]) -> None:
+def test_the_newest_release_is_fixed_upstream(wheel: Callable[[str, str], Path]) -> None:
     assert probing.examine(OVERLAY, ArchiveTree(wheel("liger-kernel", NEWEST))).verdict is Verdict.FIXED
 
 
 def test_only_a_gradient_whose_rows_are_not_contiguous_is_copied() -> None:
     (seam,) = OVERLAY.replacements[CONTIGUOUS_ROWS]
     plain, transposed = torch.ones(3, 2), torch.ones(2, 3).t()
-    handed: list[Any] = []
-    multiply = seam.make(lambda *given: handed.extend(given), None)
+    received: list[Any] = []
+    multiply = seam.make(lambda *given: received.extend(given), None)
 
     multiply(torch.ones(()), plain, transposed, None)
 
-    assert handed[1] is plain
-    assert handed[2].stride() == (2, 1)
-    assert handed[3] is None
+    assert received[1] is plain
+    assert received[2].stride() == (2, 1)
+    assert received[3] is None

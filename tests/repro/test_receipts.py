@@ -1,4 +1,4 @@
-"""Receipts: a claim needs a kept log, and a log that was touched is no receipt."""
+"""Receipts of packs and their manifest: a claim needs a kept log, and an edited log or manifest is refused."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ EARNED = (
     "BUG_REPRODUCED: double(1) = 3 (case double)",
     "FIX_VALIDATED: double(1) = 2 (case double)",
 )
+"""Lines of a run that earns two sentinels. An indented line is output of upstream, and earns none."""
 RULES = json.loads((inventory.own_folder() / "manifest.schema.json").read_text())
 
 
@@ -62,7 +63,7 @@ def overlays() -> tuple[Overlay, ...]:
 
 @pytest.fixture
 def folder(tmp_path: Path, overlays: tuple[Overlay, ...]) -> Path:
-    """A folder of packs with one pack, 99-double, and one receipt of it."""
+    """Return a folder of packs with one pack, 99-double, and one receipt of it."""
     packs = tmp_path / "packs"
     pack = packs / "99-double"
     pack.mkdir(parents=True)
@@ -79,6 +80,7 @@ def write_notes(folder: Path, kind: str = "overlay", state: str = "draft") -> No
 
 
 def keep(folder: Path, overlays: tuple[Overlay, ...], stamp: Stamp | None = None, *lines: str, code: int = 0) -> str:
+    """Keep a receipt of the pack, by default of `EARNED`; return the name of its log."""
     pack = inventory.Pack(folder / "99-double", 99, "double")
     stamp = stamp or stamp_of()
     command = COMMAND + (" --tree PATH" if stamp.tree else "")
@@ -103,7 +105,7 @@ def test_a_receipt_has_the_sentinels_of_its_log(folder: Path) -> None:
     ]
 
 
-def test_a_failed_or_blocked_run_is_kept_as_it_was(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+def test_a_failed_or_blocked_run_is_kept_without_claims(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     head = "case double (overlay double-fix): cuda"
     keep(folder, overlays, stamp_of(GPU), head, "FAILED: no fix (case double)", code=1)
     keep(folder, overlays, stamp_of(), head, "BLOCKED: needs a CUDA device (case double)", code=3)
@@ -119,7 +121,7 @@ def test_a_failed_or_blocked_run_is_kept_as_it_was(folder: Path, overlays: tuple
 
 
 def edit_log(change: Callable[[str], str]) -> Callable[[Path, dict[str, Any]], None]:
-    """Change the log and make its hash and name fit again, as a forger would."""
+    """Return a function that changes the log of a receipt, and its hash and name to fit, as a forger would."""
 
     def edit(folder: Path, receipt: dict[str, Any]) -> None:
         old = folder / receipt["log"]
@@ -137,6 +139,7 @@ def without(line: str) -> Callable[[str], str]:
 
 
 def move(folder: Path, receipt: dict[str, Any], **changes: str) -> None:
+    """Change fields of a receipt, and rename its log to fit."""
     old = folder / receipt["log"]
     receipt.update(changes)
     receipt["log"] = receipts._name("99-double", receipt)
@@ -202,7 +205,7 @@ def test_tampering_is_noticed(folder: Path, how: str) -> None:
     assert any(says in problem for problem in receipts.problems(folder)), receipts.problems(folder)
 
 
-def test_the_same_log_counts_once(folder: Path) -> None:
+def test_a_log_that_is_in_the_manifest_twice_is_refused(folder: Path) -> None:
     data = manifest.read(folder)
     data["packs"][0]["receipts"] *= 2
     manifest.write(folder, data)
@@ -211,7 +214,7 @@ def test_the_same_log_counts_once(folder: Path) -> None:
 
 
 def leaves(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the place of every value in plain data that holds no other."""
+    """Yield the place of every scalar in JSON data, as a tuple of keys and indexes."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
     if items is None:
         yield place
@@ -227,11 +230,12 @@ def set_at(data: Any, place: tuple[Any, ...], value: Any) -> None:
 
 
 OTHER = st.one_of(st.none(), st.integers(), st.text(max_size=12), st.just([]), st.just({}))
+"""Values in place of a scalar of a manifest."""
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
 @given(choice=st.data())
-def test_no_value_of_a_receipt_can_be_another(folder: Path, choice: st.DataObject) -> None:
+def test_another_value_in_a_receipt_is_refused(folder: Path, choice: st.DataObject) -> None:
     data = manifest.read(folder)
     changed = copy.deepcopy(data)
     receipt = only_receipt(changed)
@@ -244,12 +248,12 @@ def test_no_value_of_a_receipt_can_be_another(folder: Path, choice: st.DataObjec
         (folder / manifest.NAME).write_text(json.dumps(changed))
         assert receipts.problems(folder), (place, value)
     except ManifestError:
-        pass  # it does not even fit the schema
+        pass  # it does not fit the schema
     finally:
         manifest.write(folder, data)
 
 
-def test_a_manifest_that_is_no_json_or_does_not_fit_is_refused(folder: Path) -> None:
+def test_a_manifest_that_is_no_json_or_does_not_fit_its_schema_is_refused(folder: Path) -> None:
     (folder / manifest.NAME).write_text("{")
     with pytest.raises(ManifestError, match=r"manifest\.json is no JSON"):
         manifest.read(folder)
@@ -324,7 +328,7 @@ def test_a_state_or_class_that_the_receipts_do_not_show_is_refused(
     ],
     ids=["of another reproducer", "of a stand-in", "with a failure"],
 )
-def test_a_receipt_that_says_nothing_of_upstream_and_the_present_reproducer_proves_no_state(
+def test_a_receipt_of_another_reproducer_or_a_stand_in_or_with_a_failure_proves_no_state(
     folder: Path, overlays: tuple[Overlay, ...], stamp: Stamp, code: int
 ) -> None:
     shutil.rmtree(folder / "99-double" / "receipts")
@@ -339,7 +343,7 @@ def test_a_receipt_that_says_nothing_of_upstream_and_the_present_reproducer_prov
     ]
 
 
-def test_a_retired_pack_is_a_guard_without_an_overlay(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+def test_a_retired_pack_is_a_regression_guard_without_an_overlay(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     write_notes(folder, "regression guard", "retired")
     keep(folder, overlays, None, "case double (overlay double-fix): cpu", "BUG_NOT_PRESENT: - (case double)")
     manifest.write(folder, manifest.synchronise(folder, ()))
@@ -383,9 +387,7 @@ def write_facts(folder: Path, upstream: str = "new", priority: str = "crash", mo
     (folder / "99-double" / "pack.toml").write_text(text)
 
 
-def test_facts_of_the_pack_are_in_the_manifest_with_the_declared_ones(
-    folder: Path, overlays: tuple[Overlay, ...]
-) -> None:
+def test_the_manifest_has_facts_of_pack_toml_and_of_declarations(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     target = '[[targets]]\ndistribution = "made"\nmodule = "made.other"\nsymbol = "x"\n'
     threads = "".join(
         f'[[threads]]\nrepository = "made/up"\nnumber = {number}\nstate = "merged"\n' for number in (1, 2)
@@ -403,7 +405,7 @@ def test_facts_of_the_pack_are_in_the_manifest_with_the_declared_ones(
     ]
 
 
-def test_a_manifest_from_before_there_were_facts_is_read_and_brought_in_step(
+def test_a_manifest_without_facts_of_pack_toml_is_read_and_brought_in_step(
     folder: Path, overlays: tuple[Overlay, ...]
 ) -> None:
     data = manifest.read(folder)
@@ -416,9 +418,7 @@ def test_a_manifest_from_before_there_were_facts_is_read_and_brought_in_step(
     assert manifest.problems(folder, overlays) == receipts.problems(folder) == []
 
 
-def test_targets_and_threads_of_a_retired_overlay_stay_those_of_its_pack(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_keeps_targets_and_threads_of_its_retired_overlay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("made", "made.layers", "double")
     gone = RetiredOverlay(
         id="double-fix",
@@ -439,7 +439,7 @@ def test_targets_and_threads_of_a_retired_overlay_stay_those_of_its_pack(
     assert entry["overlays"] == []
 
 
-def test_the_day_of_a_look_is_that_of_the_saved_answer_else_the_one_that_was_kept(
+def test_a_thread_has_the_date_of_its_saved_answer_or_else_the_date_in_the_manifest(
     folder: Path, overlays: tuple[Overlay, ...]
 ) -> None:
     data = manifest.read(folder)
@@ -455,7 +455,7 @@ def test_the_day_of_a_look_is_that_of_the_saved_answer_else_the_one_that_was_kep
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"threads": [{"number": 1}]}'])
-def test_saved_answers_that_are_none_are_refused(folder: Path, overlays: tuple[Overlay, ...], text: str) -> None:
+def test_malformed_saved_answers_are_refused(folder: Path, overlays: tuple[Overlay, ...], text: str) -> None:
     (folder / "threads.json").write_text(text)
 
     with pytest.raises(ManifestError, match=r"threads\.json is not in the format of `megacpp-overlays sweep`"):
@@ -472,7 +472,7 @@ def test_saved_answers_that_are_none_are_refused(folder: Path, overlays: tuple[O
         ("new", "none", ["its priority is none: that is never filed"]),
     ],
 )
-def test_a_ready_pack_has_something_to_file_and_a_place_in_a_wave(
+def test_a_ready_pack_is_neither_fixed_nor_declined_upstream_and_has_a_priority(
     folder: Path, overlays: tuple[Overlay, ...], upstream: str, priority: str, says: list[str]
 ) -> None:
     write_notes(folder, "overlay", "ready")
@@ -484,7 +484,7 @@ def test_a_ready_pack_has_something_to_file_and_a_place_in_a_wave(
     assert [text.partition("ready, and ")[2] for text in manifest.problems(folder, overlays)] == says
 
 
-def test_a_pack_without_a_reproducer_is_a_draft_and_nothing_else(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+def test_a_pack_without_a_reproducer_can_only_be_a_draft(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     shutil.rmtree(folder / "99-double" / "receipts")
     (folder / "99-double" / "reproduce.py").unlink()
     (folder / manifest.NAME).unlink()
@@ -501,14 +501,14 @@ def test_a_pack_without_a_reproducer_is_a_draft_and_nothing_else(folder: Path, o
     assert receipts.current_of(folder, manifest.read(folder)["packs"]) == (0, 0)
 
 
-def test_a_guard_may_be_a_draft_until_there_is_a_reproducer(folder: Path) -> None:
+def test_a_regression_guard_may_be_a_draft(folder: Path) -> None:
     write_notes(folder, "regression guard", "draft")
     manifest.write(folder, manifest.synchronise(folder, ()))
 
     assert manifest.problems(folder, ()) == []
 
 
-def test_notes_without_a_class_are_refused(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+def test_notes_with_an_unknown_class_are_refused(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     (folder / "99-double" / "README.md").write_text(
         "# Pack 99: doubles\n\nClass: wonderful\n\nLifecycle state: draft\n"
     )
@@ -530,7 +530,7 @@ def test_receipts_are_adopted_once(folder: Path, overlays: tuple[Overlay, ...], 
 
 
 def link_notes(folder: Path, elsewhere: Path) -> bool:
-    """Give another folder of packs the same notes."""
+    """Copy the notes of the pack to another folder of packs; return True."""
     (elsewhere / "99-double").mkdir(parents=True)
     shutil.copy(folder / "99-double" / "README.md", elsewhere / "99-double")
     return True
@@ -571,7 +571,7 @@ def test_receipts_of_another_reproducer_are_not_adopted(
         receipts.adopt(tmp_path / "elsewhere", folder)
 
 
-# Where a receipt can be kept
+# Folders in which a receipt can be kept
 
 
 def test_a_folder_that_has_the_pack_with_another_reproducer_is_refused(
@@ -594,9 +594,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
         receipts.prepare(tmp_path / name, inventory.find(folder, 99), overlays)
 
 
-def test_no_receipt_is_lost_when_runs_end_at_once(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+def test_no_receipt_is_lost_when_runs_end_at_the_same_time(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     pack = inventory.find(folder, 99)
-    entries = [receipts.prepare(folder, pack, overlays) for _ in range(8)]  # all of them before any is kept
+    entries = [receipts.prepare(folder, pack, overlays) for _ in range(8)]  # all are prepared before any is kept
     start = threading.Barrier(len(entries))
 
     def keep_one(number: int) -> None:
@@ -619,7 +619,7 @@ def test_text_that_cannot_be_encoded_is_kept_escaped(folder: Path, overlays: tup
     assert "a lone \\udc80\n" in (folder / log).read_text()
 
 
-def test_a_receipt_from_a_tree_names_it(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+def test_a_receipt_of_a_source_tree_holds(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     keep(folder, overlays, stamp_of(tree={"made": "1" * 12, "commit": "2" * 12}))
 
     assert receipts.problems(folder) == []
@@ -675,7 +675,7 @@ def test_wrong_usage_exits_2(arguments: list[str]) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
 @given(choice=st.data())
-def test_our_reading_of_the_schema_is_that_of_the_library(folder: Path, choice: st.DataObject) -> None:
+def test_our_schema_check_agrees_with_jsonschema(folder: Path, choice: st.DataObject) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     data = manifest.read(folder)
     only_receipt(data).update(tree={"made": "1"}, host=copy.deepcopy(GPU))
@@ -691,6 +691,6 @@ def test_our_reading_of_the_schema_is_that_of_the_library(folder: Path, choice: 
     assert (not schema.problems(data, RULES)) == agrees, schema.problems(data, RULES)
 
 
-def test_a_keyword_that_is_not_known_is_an_error() -> None:
+def test_an_unknown_keyword_of_a_schema_is_an_error() -> None:
     with pytest.raises(ValueError, match="maxLength, which is not known"):
         schema.problems("text", {"maxLength": 1})

@@ -1,4 +1,9 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: facts about the tensor-core kernels of the attention target, as JSON."""
+"""Measurements of the attention target's tensor-core kernels in Triton's interpreter, as JSON.
+
+    TRITON_INTERPRET=1 python tests/support/attention_target_facts.py [few]
+
+Run it in a fresh interpreter. With `few` it measures two of the sizes and every third kind of valid keys.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,11 @@ SMALL = (40, 70, 2, 3, 32)
 
 
 def shares() -> dict[str, float]:
-    """Return shares of the allowed errors: every size and kind in bfloat16, some in float16 and in large tiles."""
+    """Return the error of each case as a share of the allowed error.
+
+    In bfloat16 two sizes have every kind of valid keys, and the others every fourth kind. One further size has every kind in
+    float16 and with one head of keys, and another in large tiles.
+    """
     found = {}
     for name, sizes in SIZES.items():
         for kind in VALID if name in {"odd", "one of each"} else VALID[::4]:
@@ -44,7 +53,7 @@ def _share(sizes: tuple[int, ...], kind: str, **how: Any) -> float:
 
 
 def layouts() -> dict[str, bool]:
-    """Return whether other strides give the same bits."""
+    """Return whether inputs of other strides, and a second run, give the same bits."""
     query, key = inputs(2, *SMALL)
     valid = valid_of("mask of each batch", *SMALL[:3])
     expected = attention_target.target(query, key, 0.2, **valid)
@@ -65,7 +74,7 @@ def layouts() -> dict[str, bool]:
 
 
 def spoilt() -> dict[str, bool]:
-    """Return whether a NaN in a query or key spoils the rows that see it, and no other."""
+    """Return whether a NaN in a query or key spoils exactly the rows that see it, and invalid keys stay 0."""
     found = {}
     for name, place in (("query", 0), ("key", 1)):
         pair = inputs(3, *SMALL)
@@ -81,7 +90,7 @@ def spoilt() -> dict[str, bool]:
 
 
 def nothing() -> dict[str, bool]:
-    """Return whether inputs without any elements, and masks without any valid key, give zeros."""
+    """Return whether inputs without elements give zeros of the right shape, and a mask without a valid key gives zeros."""
     found = {}
     for place in range(4):
         sizes = [0 if at == place else size for at, size in enumerate(SMALL)]
@@ -97,7 +106,11 @@ def nothing() -> dict[str, bool]:
 
 
 def extremes() -> dict[str, bool]:
-    """Return whether large scores, finite masks as low as float32 goes, and bounds far outside are as in float64."""
+    """Return whether extreme inputs give the right target.
+
+    With large scores, or a mask of the lowest float32 number, each row sums to the number of heads. A mask of -3.4e38 for later
+    keys gives the target of causal bounds, to 1e-6. Bounds far outside the keys give the bits of bounds at the first and last key.
+    """
     query, key = inputs(6, *SMALL)
     causal = valid_of("causal", *SMALL[:3])
     large = attention_target.target(100 * query, key, 1.0, **causal)
@@ -122,7 +135,7 @@ def extremes() -> dict[str, bool]:
 
 
 def main() -> None:
-    """Print the facts."""
+    """Print the measurements, and the name of the selected implementation."""
     way = attention_target.implementation(torch.bfloat16, torch.bfloat16, 128, torch.device("cpu")).__name__
     found = {
         "way": way, "shares": shares(), "layouts": layouts(), "spoilt": spoilt(),

@@ -1,9 +1,10 @@
-"""Run in a fresh interpreter with `proof/on_cpu` and `proof/launchers` on its path: steps of the stack of the proof, as JSON.
+"""Training steps of a layer stack of `proof/launchers` on the CPU: losses, and parameters without a gradient, as JSON.
 
     python tests/support/local_stack_steps.py [MODULE PATTERN]
 
-The model is a `HybridModel` of the Megatron that is first on the path, on the CPU, as its launcher builds it: by default an MLP,
-experts, and absorbed latent attention that is sparse, otherwise the layers of a pattern from the stack of a module.
+Run it in a fresh interpreter with `proof/on_cpu` and `proof/launchers` on its path. The model is a `HybridModel` of the
+Megatron that is first on the path, built as Megatron's launcher builds it. MODULE has the stack, and PATTERN lists the layers in
+Megatron's letters. The default is `local_stack` with `D-E`: absorbed latent attention with sparse attention, an MLP, and experts.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from typing import Any
 import torch
 
 ROWS, BATCH, WORDS, STEPS = 24, 2, 40, 3
+"""Tokens of a sequence, sequences of a batch, tokens of the vocabulary, and training steps."""
 
 
 def model(module: str = "local_stack", pattern: str = "D-E") -> Any:
-    """Return the model in bfloat16, with the weights of one seed."""
+    """Return a model in bfloat16. Its weights depend on the current random state.
+
+    Args:
+        module: the module with the `hybrid_stack_spec`.
+        pattern: letters of the layers; those behind a slash predict a further token.
+    """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -63,7 +70,7 @@ def model(module: str = "local_stack", pattern: str = "D-E") -> Any:
 
 
 def main() -> None:
-    """Print the losses, and which parameters had no gradient."""
+    """Train on one batch. Print the loss of each step, and the names of the parameters without a gradient in the last."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -73,12 +80,12 @@ def main() -> None:
         model_parallel_cuda_manual_seed(5)
         trained = model(*sys.argv[1:])
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        words = torch.randint(0, WORDS, (BATCH, ROWS), generator=torch.Generator().manual_seed(3)).cuda()
-        given = (words, torch.arange(ROWS).expand(BATCH, ROWS), None)
+        tokens = torch.randint(0, WORDS, (BATCH, ROWS), generator=torch.Generator().manual_seed(3)).cuda()
+        inputs = (tokens, torch.arange(ROWS).expand(BATCH, ROWS), None)
         losses = []
         for _ in range(STEPS):
             optimizer.zero_grad()
-            loss = trained(*given, labels=words.roll(-1, 1)).float().mean()
+            loss = trained(*inputs, labels=tokens.roll(-1, 1)).float().mean()
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))

@@ -1,4 +1,4 @@
-"""RECORD: every line is read as it was written, and every change of a file shows."""
+"""RECORD: each line is parsed as it was written, and each change of an installed file is detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import records
 from megacpp_overlays.upkeep.drift.records import CannotCheckError, Kind, RecordEntry
 
-# Parts of a path are valid names of files. The path comes back relative.
+# File names. `parse` removes a leading `./`, so a path with a part `.` may not come back as it was written.
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n/"), min_size=1).filter(
     lambda name: name not in {".", ".."}
 )
@@ -29,7 +29,7 @@ def entry(file: str = "a/b.py", text: str = "x = 1\n", algorithm: str = "sha256"
 
 
 @given(st.lists(st.tuples(PATHS, st.binary(max_size=64), st.booleans()), max_size=8))
-def test_records_of_installers_are_read_as_they_were_meant(rows: list[tuple[str, bytes, bool]]) -> None:
+def test_lines_of_installers_are_parsed_as_they_were_written(rows: list[tuple[str, bytes, bool]]) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     for path, content, hashed in rows:
@@ -53,12 +53,12 @@ def test_records_of_installers_are_read_as_they_were_meant(rows: list[tuple[str,
         ("x" * 200_000 + ",,\n", "RECORD cannot be read"),
     ],
 )
-def test_a_malformed_record_is_refused_by_line(text: str, says: str) -> None:
+def test_a_malformed_record_is_refused(text: str, says: str) -> None:
     with pytest.raises(UpkeepError, match=says):
         records.parse(text)
 
 
-def test_some_tools_write_padding_an_upper_case_algorithm_and_a_leading_dot() -> None:
+def test_padding_an_upper_case_algorithm_and_a_leading_dot_are_normalised() -> None:
     found = records.parse("./a.py,SHA256=abc==,3\n\n")
 
     assert found == (RecordEntry(file="a.py", algorithm="sha256", digest="abc", size=3),)
@@ -66,7 +66,7 @@ def test_some_tools_write_padding_an_upper_case_algorithm_and_a_leading_dot() ->
 
 @in_tmp_path
 @given(content=st.binary(max_size=200), algorithm=st.sampled_from(sorted(records.ALGORITHMS)))
-def test_a_file_as_it_was_published_differs_in_nothing(tmp_path: Path, content: bytes, algorithm: str) -> None:
+def test_a_file_as_it_was_published_has_no_difference(tmp_path: Path, content: bytes, algorithm: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     line = records.parse(f"file,{algorithm}={digest(content, algorithm)},{len(content)}\n")[0]
@@ -77,7 +77,7 @@ def test_a_file_as_it_was_published_differs_in_nothing(tmp_path: Path, content: 
 
 @in_tmp_path
 @given(content=st.binary(min_size=1, max_size=200), at=st.integers(0), other=st.integers(1, 255), sized=st.booleans())
-def test_one_changed_byte_shows_and_a_comparison_of_sizes_misses_it_where_there_is_a_size(
+def test_a_changed_byte_is_detected_unless_only_sizes_are_compared(
     tmp_path: Path, content: bytes, at: int, other: int, sized: bool
 ) -> None:
     path = tmp_path / "file"
@@ -90,13 +90,13 @@ def test_one_changed_byte_shows_and_a_comparison_of_sizes_misses_it_where_there_
     assert records.difference(line, path, quick=True) is (None if sized else Kind.CHANGED)
 
 
-def test_another_size_shows_without_reading_the_file(tmp_path: Path) -> None:
+def test_another_size_is_detected_without_reading_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x = 1\n")
 
     assert records.difference(entry(size=7), tmp_path / "file", quick=True) is Kind.CHANGED
 
 
-def test_a_file_that_is_gone_and_a_folder_in_its_place_are_missing(tmp_path: Path) -> None:
+def test_a_deleted_file_and_a_folder_in_its_place_are_missing(tmp_path: Path) -> None:
     assert records.difference(entry(), tmp_path / "gone") is Kind.MISSING
     assert records.difference(entry(), tmp_path) is Kind.MISSING
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_gone_and_a_folder_in_its_place_are_missing(tmp_path: Pat
         (entry(digest="not base64!"), "a/b.py has a hash that is no base64"),
     ],
 )
-def test_a_line_that_says_too_little_cannot_be_checked(tmp_path: Path, line: RecordEntry, says: str) -> None:
+def test_a_line_without_a_valid_hash_cannot_be_checked(tmp_path: Path, line: RecordEntry, says: str) -> None:
     (tmp_path / "file").write_text("x = 1\n")
 
     with pytest.raises(CannotCheckError, match=says):
@@ -118,7 +118,7 @@ def test_a_line_that_says_too_little_cannot_be_checked(tmp_path: Path, line: Rec
 
 
 def test_a_file_that_cannot_be_read_cannot_be_checked(tmp_path: Path) -> None:
-    unreadable = tmp_path / ("x" * 300)  # no file system takes such a name
+    unreadable = tmp_path / ("x" * 300)  # longer than a file system allows
 
     with pytest.raises(CannotCheckError, match=r"a/b\.py cannot be read: File name too long"):
         records.difference(entry(), unreadable)

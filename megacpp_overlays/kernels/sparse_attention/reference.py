@@ -1,11 +1,11 @@
-"""Attention over chosen keys in plain PyTorch: the truth that everything else is measured against.
+"""Reference of sparse attention in plain PyTorch, against which the other implementations are measured.
 
-Everything is built whole, in the dtype of the inputs (use float64 for truth): the chosen keys, (batch, queries, slots, dim),
-and the scores, (batch, queries, heads, slots). Differentiable by autograd.
+It materializes the chosen keys, (batch, queries, slots, dim), and the scores, (batch, queries, heads, slots). It computes in
+the dtype of the inputs; use float64 for exact results. Autograd differentiates it.
 
-Source: section 2.1 of https://github.com/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/DeepSeek_V3_2.pdf; attention sinks as in
-https://cdn.openai.com/pdf/419b6906-9da6-406c-a19d-1bb078ac7637/oai_gpt-oss_model_card.pdf, a score that takes part in the
-softmax and has no value.
+Source: section 2.1 of https://github.com/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/DeepSeek_V3_2.pdf. Attention sinks are those of
+https://cdn.openai.com/pdf/419b6906-9da6-406c-a19d-1bb078ac7637/oai_gpt-oss_model_card.pdf: a sink is a score that takes part in
+the softmax and has no value.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ def attend(
     sink: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted mean of the chosen values, and the log-sum-exp of the scores.
+    """Return attention over the chosen keys, and the log-sum-exp of the scores.
+
+    A key that is chosen twice counts twice.
 
     Args:
         query: (queries, batch, heads, dim), floating.
-        key: (keys, batch, 1, dim); the first `value_channels` of a key are its value. Quantized ones are opened in the dtype of
-            query.
-        indices: (batch, queries, slots), integers; an index below 0, or of no key, is no choice.
-        scale: factor of the products before the softmax.
+        key: (keys, batch, 1, dim), at least one key. The heads share a key, and its first `value_channels` are the value.
+            Quantized keys are dequantized to the dtype of query.
+        indices: (batch, queries, slots), integers. An index below 0, or not below the number of keys, chooses no key.
+        scale: factor of the products of query and key before the softmax.
         value_channels: from 1 to dim.
-        sink: (heads,), a score of each head in addition to those of the keys.
+        sink: (heads,), a score of each head in addition to the scores of its keys.
         bias: (batch, queries, slots), added to the scaled products of a slot.
 
     Returns:
-        (queries, batch, heads, value_channels), 0 where nothing was chosen, and (queries, batch, heads), -inf there.
+        (queries, batch, heads, value_channels), 0 where no key was chosen, and (queries, batch, heads), there the score of the
+        sink, or -inf without one; both in the dtype of query.
     """
     if isinstance(key, QuantizedKeys):
         key = key.opened(query.dtype)
