@@ -101,7 +101,10 @@ def trains_as_stock(model: Model, says: str) -> Claim:
             f"loss {first:.3f} to {last:.3f} in {len(ours['losses'])} steps, {lost:.0f} skipped or without a number; "
         )
         figure += f"worst relative difference from stock: loss {losses:.1e}, grad norm {norms:.1e}"
-        figure += f"; stock rounded otherwise: {noise:.1e}" if ROUNDED in runs else ""
+        if ROUNDED in runs:
+            figure += (
+                f"; stock rounded otherwise: {f'{noise:.1e}' if 'losses' in runs[ROUNDED] else ended(runs[ROUNDED])}"
+            )
         return Verdict.of(figure, holds=not lost and last < first and losses <= max(ROUNDING, NOISE * noise))
 
     return Claim(f"megatron-layers-{model.id}", says, judge, asked=lambda found: model.id in found["models"])

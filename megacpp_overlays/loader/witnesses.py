@@ -39,7 +39,7 @@ from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.loader.settings import Settings, this_environment
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
-from megacpp_overlays.source import distributions, fingerprint
+from megacpp_overlays.source import definitions, distributions, fingerprint
 from megacpp_overlays.source.trees import (
     FunctionNode,
     InstalledTree,
@@ -336,7 +336,9 @@ def _code(erratum: Erratum, prefixes: tuple[str, ...]) -> dict[str, ModuleSource
         source = tree.module(name := waiting.pop())
         if source is not None and name not in found:
             found[name] = source
-            imported = {each for each in _imported(source.syntax) if _is_in(each, prefixes, top_levels)}
+            imported = {
+                each for each in definitions.imported_names(source.syntax) if _is_in(each, prefixes, top_levels)
+            }
             waiting |= imported - found.keys()
     return found
 
@@ -371,15 +373,6 @@ def _functions(function: Any) -> Iterator[Any]:
     for each in (function.func, *function.args, *function.keywords.values()):
         if callable(each):
             yield from _functions(each)
-
-
-def _imported(syntax: ast.Module) -> Iterator[str]:
-    for node in ast.walk(syntax):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
 def _is_in(name: str, prefixes: tuple[str, ...], top_levels: set[str]) -> bool:

@@ -105,3 +105,13 @@ def _bound(node: ast.AST) -> tuple[str | None, ...]:
         case ast.arg(arg=name) | ast.MatchMapping(rest=name):
             return (name,)
     return (getattr(node, "name", None),)
+
+
+def imported_names(syntax: ast.Module) -> Iterator[str]:
+    """Yield every name that a module imports, also inside functions; for `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)

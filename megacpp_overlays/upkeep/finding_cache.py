@@ -19,7 +19,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.witnesses import UNREADABLE, RecordingTree
 from megacpp_overlays.model import Erratum, Finding
 from megacpp_overlays.source import forms
+from megacpp_overlays.source.definitions import imported_names
 from megacpp_overlays.source.trees import SourceTree
 
 _PROBES = "megacpp_overlays.feature_probes."
@@ -164,16 +165,6 @@ def closure(modules: Iterable[str]) -> frozenset[str]:
 def _imported_by(name: str) -> tuple[str, ...]:
     """Return the modules of this package that a module imports."""
     return tuple({each for each in imported_names(ast.parse(_path(name).read_bytes())) if _is_ours(each)})
-
-
-def imported_names(syntax: ast.Module) -> Iterator[str]:
-    """Yield every name that a module imports, also inside functions; for `from a import b` both `a` and `a.b`."""
-    for node in ast.walk(syntax):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{each.name}" for each in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
 
 
 @functools.cache

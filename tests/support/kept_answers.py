@@ -32,7 +32,7 @@ import warm_python
 from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.source import fingerprint
-from megacpp_overlays.upkeep.finding_cache import imported_names
+from megacpp_overlays.source.definitions import imported_names
 
 COMMITTED = ROOT / "tests" / "answers"
 DERIVED = ROOT / ".cache" / "answers"
