@@ -1,9 +1,9 @@
-"""Probe for layers that a recipe quantizes and that do not learn when a step begins.
+"""Probe whether Megatron sets `is_first_microbatch` on layers that only a quantization recipe quantizes.
 
-Transformer Engine keeps a quantized copy of a weight for the microbatches of a step, and makes a new one when `is_first_microbatch` is set
-on the layer. Megatron sets it with `set_is_first_microbatch`.
+Transformer Engine keeps a quantized copy of a weight for the microbatches of a step. A layer makes a new copy when its `is_first_microbatch` is
+set. Megatron sets it with `MegatronModule.set_is_first_microbatch`.
 
-The verdict rests on that method.
+The verdict rests on this method. Trees without it, and trees without `TEQuantizationParams`, are ABSENT.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/5641, https://github.com/NVIDIA/Megatron-LM/pull/5642
 """
@@ -27,5 +27,5 @@ _ABSENT_WITHOUT = {
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether `is_first_microbatch` is set on layers that a recipe quantizes."""
+    """Return whether `is_first_microbatch` stays unset on layers that only a recipe quantizes."""
     return forms.finding("quant-recipe-stale-weights", TARGET, tree, _ABSENT_WITHOUT)

@@ -1,4 +1,4 @@
-"""List the GPUs of this host through the driver: no torch, no context, milliseconds."""
+"""A list of the GPUs that this process may use, from the CUDA driver: without torch or a CUDA context, within milliseconds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ _MAJOR, _MINOR = 75, 76
 
 
 class Gpu(NamedTuple):
-    """Fields of a stamp that describe a GPU."""
+    """One GPU, with the fields that a `Stamp` of a receipt has."""
 
     name: str
     capability: str
+    """Compute capability, such as `9.0`."""
     driver: str
+    """Version of the driver, or `of unknown version`."""
 
 
 def visible() -> list[Gpu]:
-    """Return the GPUs that a new process may use; CUDA_VISIBLE_DEVICES counts. Empty where there is no driver."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows; none where there is no driver, or it reports an error."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

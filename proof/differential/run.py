@@ -1,7 +1,7 @@
 """Run the table: `python proof/differential/run.py [--gpu] [--full] [--json PATH] [--write PATH] [ROW ...]`.
 
-Needs megatron-core and einops in addition to this project. On a CPU ranks meet with gloo. With `--gpu` they meet with NCCL, on as many devices
-as there are: where ranks are more than devices, they share them.
+It needs megatron-core and einops in addition to this project. Ranks communicate with gloo on the CPU. With `--gpu` they communicate with
+NCCL on all visible devices, and share devices if there are more ranks than devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROJECT = PROOF.parent
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the variables of a process whose tensors are on a device."""
+    """Return the environment of a process whose tensors are on `device`, `cpu` or `cuda`."""
     path = [*([PROOF / "on_cpu_unpinned"] if device == "cpu" else []), PROOF / "launchers", PROOF, PROJECT]
     return {
         **os.environ,
@@ -33,12 +33,18 @@ def environment(device: str) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MEGACPP_OVERLAYS_LOG": "logging",
-        "MEGACPP_OVERLAYS_SMALL_CALLS": "overlay",  # rows are small; without it overlays that save memory leave them to upstream
+        "MEGACPP_OVERLAYS_SMALL_CALLS": "overlay",  # else overlays that save memory call upstream for small inputs, as those of rows are
     }
 
 
 def measured(folder: Path, device: str, names: list[str]) -> None:
-    """Run all sides; those of float64 are on the CPU."""
+    """Run all sides of the named rows, or of all rows if there are no names, and write their results into `folder`.
+
+    The sides run in two or three processes at the same time. The float64 reference is always on the CPU.
+
+    Raises:
+        RuntimeError: a process ended with another exit code than 0.
+    """
     jobs = [(device, "rounding,stock"), (device, "overlays")]
     jobs = [("cpu", "reference"), *jobs] if device != "cpu" else [("cpu", "reference,rounding,stock"), jobs[1]]
     started = [
@@ -51,30 +57,32 @@ def measured(folder: Path, device: str, names: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the table and print its result; the exit code is 1 where overlays are wrong in a row."""
-    words = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    words.add_argument("--gpu", action="store_true", help="ranks on GPUs, over NCCL")
-    words.add_argument("--full", action="store_true", help="rows of four ranks, too")
-    words.add_argument("--json", type=Path, help="where receipts go")
-    words.add_argument("--write", type=Path, help="where the page goes")
-    words.add_argument("--keep", type=Path, help="a folder for the results of each side, empty or new")
-    words.add_argument("rows", nargs="*", help="names of rows; all if none is given")
-    given = words.parse_args()
+    """Run the table and print its page; the exit code is 0 if the outcome of every row is good, else 1."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="ranks on GPUs, over NCCL")
+    parser.add_argument("--full", action="store_true", help="rows of four ranks, too")
+    parser.add_argument("--json", type=Path, help="where receipts go")
+    parser.add_argument("--write", type=Path, help="where the page goes")
+    parser.add_argument("--keep", type=Path, help="a folder for the results of each side, empty or new")
+    parser.add_argument("rows", nargs="*", help="names of rows; all if none is given")
+    arguments = parser.parse_args()
     from differential.page import page, receipts
     from differential.table import ROWS
 
-    rows = [row for row in ROWS if row.name in given.rows or (not given.rows and (given.full or not row.full))]
+    rows = [
+        row for row in ROWS if row.name in arguments.rows or (not arguments.rows and (arguments.full or not row.full))
+    ]
     with tempfile.TemporaryDirectory() as made:
-        folder = given.keep or Path(made)
+        folder = arguments.keep or Path(made)
         folder.mkdir(exist_ok=True)
         if any(folder.iterdir()):
-            words.error(f"{folder} is not empty: ranks would meet where others met before")
-        measured(folder, "cuda" if given.gpu else "cpu", [row.name for row in rows])
-        found: dict[str, Any] = receipts(folder, rows, given.gpu)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    if given.write:
-        given.write.write_text(page(found))
+            parser.error(f"{folder} is not empty: ranks would meet where others met before")
+        measured(folder, "cuda" if arguments.gpu else "cpu", [row.name for row in rows])
+        found: dict[str, Any] = receipts(folder, rows, arguments.gpu)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.write:
+        arguments.write.write_text(page(found))
     print(page(found))
     sys.exit(int(not found["holds"]))
 

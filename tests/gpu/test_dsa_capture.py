@@ -1,7 +1,7 @@
-"""DSA's scatter and gates, and the packed lengths of the gated delta net, inside real CUDA graphs.
+"""CUDA graph capture of DSA's scatter and gates, and of the packed lengths of the gated delta net, on a GPU.
 
-Each case is a fresh interpreter (this file as a script): a capture that fails and a device-side assertion both leave a
-process that is good for nothing else. The tree of a case is first on its path, a stand-in or the installed release.
+Each case runs this file as a script in a fresh interpreter, because a failed capture and a device-side assertion
+both leave a process unusable. A case takes upstream from a stand-in that is first on its path, or from the installed release.
 """
 
 # ruff: noqa: T201 - a case reports on stdout
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 TESTS = SUPPORT
 VARIANT = "megatron.core.transformer.experimental_attention_variant"
 SPRING, JUNE, RELEASE = STAND_INS["dsa-spring"], STAND_INS["dsa-june"], None
+"""Trees of cases; None is the installed release."""
 
 
 def run_case(case: str, tree: Path | None, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -57,53 +58,53 @@ BOTH = pytest.mark.parametrize("stand_in", [SPRING, JUNE], ids=["spring", "june"
     ],
 )
 def test_the_case_passes(case: str, stand_in: Path, tmp_path: Path) -> None:
-    done = run_case(case, stand_in, tmp_path)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{case}: passed" in done.stdout
+    completed = run_case(case, stand_in, tmp_path)
+    print(completed.stdout)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert f"{case}: passed" in completed.stdout
 
 
 @BOTH
 @pytest.mark.parametrize("case", ["scatter_replays", "positions_replay", "bounds_replay"])
 def test_without_the_overlays_the_capture_raises(case: str, stand_in: Path, tmp_path: Path) -> None:
-    done = run_case(case, stand_in, tmp_path, MEGACPP_OVERLAYS="off")
-    print(done.stdout)
-    assert f"{case}: the capture raises" in done.stdout, done.stdout + done.stderr
+    completed = run_case(case, stand_in, tmp_path, MEGACPP_OVERLAYS="off")
+    print(completed.stdout)
+    assert f"{case}: the capture raises" in completed.stdout, completed.stdout + completed.stderr
 
 
 @BOTH
 @pytest.mark.parametrize("case", ["scatter_out_of_range", "positions_that_begin_to_differ"])
-def test_a_device_side_assertion_stops_what_does_not_fit(case: str, stand_in: Path, tmp_path: Path) -> None:
-    done = run_case(case, stand_in, tmp_path)
-    print(done.stdout)
-    assert f"{case}: stopped" in done.stdout, done.stdout + done.stderr
+def test_a_device_side_assertion_stops_wrong_indices_and_positions(case: str, stand_in: Path, tmp_path: Path) -> None:
+    completed = run_case(case, stand_in, tmp_path)
+    print(completed.stdout)
+    assert f"{case}: stopped" in completed.stdout, completed.stdout + completed.stderr
 
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("case", ["lengths_replay", "packed_lengths_replay", "gates_compile"])
 def test_the_release_passes(case: str, tmp_path: Path) -> None:
-    done = run_case(case, RELEASE, tmp_path)
-    print(done.stdout)
-    skip_without_target(done)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{case}: passed" in done.stdout
+    completed = run_case(case, RELEASE, tmp_path)
+    print(completed.stdout)
+    skip_without_target(completed)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert f"{case}: passed" in completed.stdout
 
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("case", ["lengths_replay", "packed_lengths_replay"])
 def test_without_the_overlays_the_release_cannot_be_captured(case: str, tmp_path: Path) -> None:
-    done = run_case(case, RELEASE, tmp_path, MEGACPP_OVERLAYS="off")
-    print(done.stdout)
-    skip_without_target(done)
-    assert f"{case}: the capture raises" in done.stdout, done.stdout + done.stderr
+    completed = run_case(case, RELEASE, tmp_path, MEGACPP_OVERLAYS="off")
+    print(completed.stdout)
+    skip_without_target(completed)
+    assert f"{case}: the capture raises" in completed.stdout, completed.stdout + completed.stderr
 
 
 @pytest.mark.upstream
-def test_other_packed_lengths_than_in_the_warm_up_stop_the_replay(tmp_path: Path) -> None:
-    done = run_case("packed_lengths_that_change", RELEASE, tmp_path)
-    print(done.stdout)
-    skip_without_target(done)
-    assert "packed_lengths_that_change: stopped" in done.stdout, done.stdout + done.stderr
+def test_packed_lengths_that_differ_from_the_warm_up_stop_the_replay(tmp_path: Path) -> None:
+    completed = run_case("packed_lengths_that_change", RELEASE, tmp_path)
+    print(completed.stdout)
+    skip_without_target(completed)
+    assert "packed_lengths_that_change: stopped" in completed.stdout, completed.stdout + completed.stderr
 
 
 @pytest.mark.upstream
@@ -113,23 +114,23 @@ def test_lengths_of_two_gpus(case: str, said: str, tmp_path: Path) -> None:
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    done = run_case(f"two_ranks_{case}", RELEASE, tmp_path)
-    print(done.stdout)
-    skip_without_target(done)
-    own = int(said == "passed")  # the process that started the ranks says so as well
-    assert done.stdout.count(f"two_ranks_{case}: {said}") == 2 + own, done.stdout + done.stderr
+    completed = run_case(f"two_ranks_{case}", RELEASE, tmp_path)
+    print(completed.stdout)
+    skip_without_target(completed)
+    own = int(said == "passed")  # the parent process prints `passed`, too
+    assert completed.stdout.count(f"two_ranks_{case}: {said}") == 2 + own, completed.stdout + completed.stderr
 
 
-def skip_without_target(done: subprocess.CompletedProcess[str]) -> None:
-    if "no target" in done.stdout:
+def skip_without_target(completed: subprocess.CompletedProcess[str]) -> None:
+    if "no target" in completed.stdout:
         pytest.skip("another megatron-core is installed, or none")
 
 
-# Code of a case
+# Code that runs in the process of a case
 
 
 def functions() -> SimpleNamespace:
-    """Return the functions of the tree on the path, by the same names for both layouts."""
+    """Return upstream's functions by names that are the same for the single file of spring and the two modules of June."""
     import importlib
 
     try:
@@ -149,7 +150,10 @@ def functions() -> SimpleNamespace:
 
 
 def captured(case: str, work: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return a graph of `work` and its outputs after a warm-up, or print the error of the capture and end the process."""
+    """Warm `work` up, capture it, and return the graph and its outputs.
+
+    If the capture raises, print the error and end the process with exit code 3.
+    """
     import torch
 
     side = torch.cuda.Stream()
@@ -169,7 +173,7 @@ def captured(case: str, work: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def replayed(case: str, work: Callable[[], tuple[Any, ...]], *changes: Callable[[], Any]) -> None:
-    """Capture, change, replay, and compare with a run outside the graph, bit for bit."""
+    """Capture `work`, replay it after each change, and check that its outputs equal those of a call outside the graph."""
     import torch
 
     graph, outputs = captured(case, work)
@@ -184,13 +188,17 @@ def replayed(case: str, work: Callable[[], tuple[Any, ...]], *changes: Callable[
 
 @contextlib.contextmanager
 def stopping(case: str) -> Iterator[None]:
-    """Expect the device to stop in this block, and end the process there."""
+    """Expect an error in this block: print it and end the process with exit code 0.
+
+    Raises:
+        AssertionError: the block and the device finish without an error.
+    """
     import torch
 
     try:
         yield
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - torch renamed the error
+    except Exception as error:  # noqa: BLE001 - the type of the error depends on the version of torch
         print(f"{case}: stopped: {str(error).splitlines()[0]}", flush=True)
         os._exit(0)
     raise AssertionError("nothing stopped it")
@@ -203,7 +211,7 @@ def random_indices(keys: int, lowest: int, dtype: Any) -> Any:
 
 
 def scatter_equals_the_original() -> None:
-    """Compare the seam with the function that it replaced, outside a graph, for any content of the mask."""
+    """Compare the overlay with the original outside a graph, on strided masks with infinities, NaN and both zeros."""
     import torch
 
     scatter = functions().scatter
@@ -218,7 +226,8 @@ def scatter_equals_the_original() -> None:
             for given in (indices, indices.cpu()):
                 scatter(found, given)
                 differ = found.contiguous().view(bits) != expected.view(bits)
-                if dtype is not torch.float32:  # the bits of a NaN may change in places that are not written
+                # In half precision the bits of a NaN may change though it is not written.
+                if dtype is not torch.float32:
                     differ &= ~(found.isnan() & expected.isnan())
                 assert not bool(differ.any()), (dtype, lowest, given.device)
 
@@ -268,7 +277,12 @@ def positions_that_begin_to_differ() -> None:
 
 
 def built(found: SimpleNamespace, **changes: Any) -> dict[str, Any]:
-    """Build a mask for 64 queries, and return it as the bounds take it."""
+    """Build a mask for 64 queries, and return the arguments of `bounds` for it.
+
+    Args:
+        found: the result of `functions`.
+        changes: arguments of the builder that replace the defaults.
+    """
     import torch
 
     device = torch.device("cuda", 0)
@@ -329,7 +343,7 @@ def foreign_mask_declines() -> None:
 
 
 def builder_compiles() -> None:
-    """Trace upstream's own functions on CUDA: one graph."""
+    """Compile the builder, the bounds and the positions on CUDA as one graph."""
     import torch
 
     found = functions()
@@ -346,6 +360,7 @@ def builder_compiles() -> None:
 
 
 def target(module: str, name: str) -> Any:
+    """Return an attribute of a module of the release. If there is none, print `no target` and end the process."""
     import importlib
 
     try:
@@ -411,6 +426,7 @@ def packed_lengths_that_change() -> None:
 
 
 def packed_resolver() -> Any:
+    """Return `_resolve_cu_seqlens` of the gated delta net. If there is none, print `no target` and end the process."""
     import importlib
 
     for module, name in (
@@ -425,7 +441,7 @@ def packed_resolver() -> Any:
 
 
 def gates_compile() -> None:
-    """Trace the length check without a group, on CUDA: as one graph, like upstream's."""
+    """Compile the length check without a group on CUDA as one graph, as upstream's check compiles."""
     import torch
 
     validate = target(f"{VARIANT}.dsa", "_validate_nonpacked_cp_uniform_length")
@@ -439,7 +455,7 @@ def gates_compile() -> None:
 
 
 def done(case: str) -> None:
-    """End without waiting for NCCL, which may wait for a graph."""
+    """Print that a case passed, and end the process without a shutdown of NCCL, which may wait for a graph."""
     print(f"{case}: passed", flush=True)
     os._exit(0)
 
@@ -449,7 +465,7 @@ def two_ranks(case: str, uneven: int) -> None:
 
     target(f"{VARIANT}.dsa", "_validate_nonpacked_cp_uniform_length")
     arguments = (case, uneven, tempfile.mkdtemp())
-    # One rank that stops would otherwise end the other before it reports.
+    # Each process is joined alone: if one rank fails, `context.join()` ends the other before it reports.
     context = torch.multiprocessing.start_processes(_rank, args=arguments, nprocs=2, start_method="spawn", join=False)
     for process in context.processes:
         process.join()
@@ -458,7 +474,7 @@ def two_ranks(case: str, uneven: int) -> None:
 def _rank(rank: int, case: str, uneven: int, folder: str) -> None:
     import torch
 
-    import megacpp_overlays  # noqa: F401 - this process is a launcher as well
+    import megacpp_overlays  # noqa: F401 - a spawned process arms overlays itself
 
     validate = target(f"{VARIANT}.dsa", "_validate_nonpacked_cp_uniform_length")
     world, device = group("nccl", folder, rank, 2), torch.device("cuda", rank)

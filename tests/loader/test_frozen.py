@@ -1,4 +1,4 @@
-"""Frozen records and named tuples behave as those of the standard library do, of which they are the cheap form."""
+"""Frozen records and named tuples behave like those of the standard library, which they replace at a lower cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacpp_overlays.frozen import Frozen, FrozenValue, NamedTuple, replace
 
 
 class Part(Frozen):
-    """One required field, and one with a default."""
+    """Record with a required field and a field with a default."""
 
     shared: ClassVar[str] = "not a field"
 
@@ -24,13 +24,13 @@ class Part(Frozen):
 
 
 class Longer(Part):
-    """A subclass adds fields."""
+    """Subclass that adds a field."""
 
     title: str
 
 
 class Value(FrozenValue):
-    """Equal when its fields are."""
+    """Record that is compared by its fields, and checks them."""
 
     id: str
     seen: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Value(FrozenValue):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AsDataclass:
-    """A part, written as a dataclass."""
+    """Dataclass that raises the expected errors."""
 
     id: str
     title: str
@@ -52,7 +52,7 @@ class AsDataclass:
 
 
 class AsFrozen(Frozen):
-    """The same as a frozen record."""
+    """Frozen record with the fields of `AsDataclass`."""
 
     id: str
     title: str
@@ -60,7 +60,7 @@ class AsFrozen(Frozen):
     pack: int = 3
 
 
-def test_fields_are_read_by_name_and_a_default_counts_where_nothing_is_given() -> None:
+def test_a_field_is_read_by_name_and_has_its_default_unless_given() -> None:
     longer = Longer(title="t", id="a")
     assert (longer.id, longer.pack, longer.title, longer.shared) == ("a", 3, "t", "not a field")
     assert repr(longer) == "Longer(id='a', pack=3, title='t')"
@@ -77,7 +77,7 @@ def test_fields_are_read_by_name_and_a_default_counts_where_nothing_is_given() -
     ],
     ids=lambda given: " ".join(given) or "nothing",
 )
-def test_a_missing_or_unknown_field_is_refused_in_the_words_of_a_dataclass(given: dict[str, object]) -> None:
+def test_a_missing_or_unknown_field_raises_the_message_of_a_dataclass(given: dict[str, object]) -> None:
     with pytest.raises(TypeError) as expected:
         AsDataclass(**given)  # type: ignore[arg-type]
     with pytest.raises(TypeError) as refused:
@@ -85,12 +85,12 @@ def test_a_missing_or_unknown_field_is_refused_in_the_words_of_a_dataclass(given
     assert str(refused.value) == str(expected.value).replace("AsDataclass", "AsFrozen")
 
 
-def test_fields_are_given_by_name_alone() -> None:
+def test_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="positional argument"):
         Part("a")  # type: ignore[misc]
 
 
-def test_nothing_is_set_or_deleted_afterwards() -> None:
+def test_a_field_cannot_be_set_or_deleted() -> None:
     part = Part(id="a")
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'id'"):
         part.id = "b"  # type: ignore[misc]
@@ -101,7 +101,7 @@ def test_nothing_is_set_or_deleted_afterwards() -> None:
     assert part.id == "a"
 
 
-def test_a_record_is_equal_to_itself_alone_and_a_value_to_what_has_its_fields() -> None:
+def test_a_record_is_compared_by_identity_and_a_value_by_its_fields() -> None:
     assert Part(id="a") != Part(id="a")
     assert Value(id="a") == Value(id="a", seen=())
     assert Value(id="a") != Value(id="a", seen=("x",))
@@ -109,7 +109,7 @@ def test_a_record_is_equal_to_itself_alone_and_a_value_to_what_has_its_fields() 
     assert {Value(id="a"), Value(id="a")} == {Value(id="a")}
 
 
-def test_a_replaced_record_is_a_new_one_that_is_checked_again() -> None:
+def test_replace_returns_a_new_record_and_checks_it_again() -> None:
     before = Value(id="a", seen=("x",))
     after = replace(before, id="b")
     assert (before.id, after) == ("a", Value(id="b", seen=("x",)))
@@ -119,7 +119,7 @@ def test_a_replaced_record_is_a_new_one_that_is_checked_again() -> None:
         replace(before, ids="b")  # type: ignore[call-arg]
 
 
-def test_the_standard_library_takes_a_record_for_a_dataclass() -> None:
+def test_functions_of_dataclasses_accept_a_record() -> None:
     longer = Longer(title="t", id="a")
     fields = dataclasses.fields(longer)
     assert dataclasses.is_dataclass(Longer)
@@ -140,7 +140,7 @@ def test_a_value_is_copied_and_pickled() -> None:
 
 
 class Place(NamedTuple):
-    """A named tuple of this package."""
+    """Named tuple of this package."""
 
     file: str
     line: int = 1
@@ -151,7 +151,7 @@ class Place(NamedTuple):
 
 
 class PlaceOfTyping(typing.NamedTuple):
-    """The same, made by the standard library."""
+    """Named tuple of the standard library with the fields and the method of `Place`."""
 
     file: str
     line: int = 1
@@ -186,7 +186,7 @@ class PlaceOfTyping(typing.NamedTuple):
         "kind.__match_args__",
     ],
 )
-def test_a_named_tuple_answers_like_one_of_the_standard_library(expression: str) -> None:
+def test_a_named_tuple_behaves_like_one_of_the_standard_library(expression: str) -> None:
     found, expected = (eval(expression, {**globals(), "kind": kind}) for kind in (Place, PlaceOfTyping))
     assert found == expected
 
@@ -211,7 +211,7 @@ def test_a_named_tuple_refuses_the_same_arguments_as_one_of_the_standard_library
             eval(expression, {"kind": kind})
 
 
-def test_an_error_of_a_named_tuple_has_the_words_of_the_standard_library() -> None:
+def test_a_named_tuple_raises_the_message_of_the_standard_library() -> None:
     for given in ({}, {"file": "a", "row": 2}):
         with pytest.raises(TypeError) as expected:
             PlaceOfTyping(**given)

@@ -1,4 +1,4 @@
-"""The probe of the tokens that a further prediction is weighed with: releases that count none."""
+"""Probe of the token counts that weigh a multi-token prediction: releases without counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wheel = Callable[[str, str], Path]
 
 
 @pytest.mark.parametrize("version", WITHOUT_COUNTS)
-def test_releases_that_weigh_with_no_counts_are_absent(version: str, wheel: Wheel) -> None:
+def test_releases_without_token_counts_are_absent(version: str, wheel: Wheel) -> None:
     finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT

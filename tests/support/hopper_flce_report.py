@@ -1,8 +1,8 @@
-"""Run in a fresh interpreter: the answers of Megatron's dispatcher on made-up devices, as JSON.
+"""Run in a fresh interpreter: print the choices of Megatron's cross entropy dispatcher on simulated devices, as JSON.
 
-The tree is the one that is first on the path. MEGACPP_OVERLAYS decides whether the overlay is on. With LATE=1 it is
-imported after the target, and after a failed call. With KERNELS=1 the packages of upstream's kernels can be imported,
-so that its entries define their functions; none of these kernels can run.
+The tree is the first one on the path. MEGACPP_OVERLAYS decides whether the overlay is on. With LATE=1 the overlay is
+imported after the target, and after a call of the dispatcher. With KERNELS=1 mocks replace the packages of upstream's
+kernels. Upstream's entries then define their functions, but the kernels cannot run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ import torch
 
 
 class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module of nvidia-cutlass-dsl and cuda-python, with whatever is asked of it."""
+    """Finder and loader of mocks for the modules of nvidia-cutlass-dsl and cuda-python.
+
+    Each attribute is a new MagicMock, except names that begin with two underscores.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         is_one = name.partition(".")[0] in {"cuda", "cutlass"}
@@ -43,15 +46,15 @@ LATE = os.environ.get("LATE") == "1"
 if os.environ.get("KERNELS") == "1":
     sys.meta_path.insert(0, KernelPackages())
 if not LATE:
-    import megacpp_overlays  # noqa: F401 - it arms
+    import megacpp_overlays  # noqa: F401 - the import arms the overlay
 # isort: split
-from megatron.core.fusions import fused_linear_cross_entropy as upstream  # noqa: E402 - LATE is about this order
+from megatron.core.fusions import fused_linear_cross_entropy as upstream  # noqa: E402 - LATE decides the order of these imports
 
 OVERLAY = "hopper-flce-dispatch"
 
 
 class Device:
-    """The properties that torch reports of a GPU that is not there."""
+    """A simulated GPU, with the compute capability `major`.0 and a count of the queries for it."""
 
     def __init__(self) -> None:
         self.major = 9
@@ -62,19 +65,26 @@ class Device:
         return self.major, 0
 
     def pretend(self) -> None:
+        """Make torch report this GPU."""
         torch.cuda.is_available = lambda: True
         torch.cuda.current_device = lambda: 0
         torch.cuda.get_device_capability = self.capability
 
 
 def forget() -> None:
-    """Bring the dispatcher back to where it was after import, as far as upstream's own means reach."""
+    """Clear the dispatcher's singleton and the cache of its getter."""
     upstream.Platform._instance = None
     upstream._get_platform.cache_clear()
 
 
 def answer(device: Device, major: int, *, fresh: bool = True) -> str:
-    """Return the module of the chosen entry, or the error."""
+    """Return the module of the entry that the dispatcher chooses, or the error as text.
+
+    Args:
+        device: the simulated GPU.
+        major: its major compute capability from now on.
+        fresh: whether the dispatcher is reset first.
+    """
     device.major = major
     if fresh:
         forget()
@@ -88,7 +98,7 @@ def answer(device: Device, major: int, *, fresh: bool = True) -> str:
 
 
 def blackwell_entry() -> dict[str, list[str]] | None:
-    """Return the parameters of the functions of upstream's own entry, or None where it cannot import its kernels."""
+    """Return the parameters of both functions of upstream's Blackwell entry, or None where its kernels cannot be imported."""
     from megatron.core.fusions.linear_cross_entropy.blackwell import entry
 
     if not hasattr(entry, "forward"):
@@ -97,7 +107,11 @@ def blackwell_entry() -> dict[str, list[str]] | None:
 
 
 def hopper_without_kernels(device: Device) -> Any:
-    """Return the answer for 9 where the imports of upstream's own entry failed, and the logged messages."""
+    """Return the answer for capability 9 and the log messages, with upstream's Hopper entry as if its kernels could not be imported.
+
+    Returns:
+        None where the tree has no Hopper entry.
+    """
     try:
         from megatron.core.fusions.linear_cross_entropy.hopper import entry
     except ImportError:
@@ -113,6 +127,7 @@ def hopper_without_kernels(device: Device) -> Any:
 
 
 def cpu_tensors() -> str:
+    """Return the error for tensors on the CPU, or `accepted`."""
     try:
         upstream.linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64))
     except ValueError as error:
@@ -121,7 +136,7 @@ def cpu_tensors() -> str:
 
 
 def main() -> None:
-    """Ask, fail, ask again, undo."""
+    """Print the answers before and after failures, for every capability, and after the overlay is undone."""
     report: dict[str, Any] = {"cuda after import": torch.cuda.is_initialized()}
     report["without cuda"] = answer(Device(), 9)
     device = Device()

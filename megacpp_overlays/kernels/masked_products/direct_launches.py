@@ -1,8 +1,9 @@
-"""Launches of a compiled Triton program without Triton's work for each launch: a driver takes 3 microseconds, Triton 20.
+"""Launches of a compiled Triton program without Triton's work for each launch: the driver takes 3 microseconds, Triton 20.
 
-Triton 3.6 encodes every tensor descriptor again, asks the driver about every pointer, and calls the hooks of profilers even
-if there are none. Here descriptors and pointers are converted to the arguments of Triton's launcher once. The launcher is
-Triton's own, so the program gets the same arguments. If it is not built like the one of 3.6, or a hook is set, Triton launches.
+For each launch Triton 3.6 encodes every tensor descriptor again, asks the driver about every pointer, and calls the hooks
+of profilers even if there are none. Here descriptors and pointers are converted once to the arguments of Triton's launcher.
+The launcher is Triton's own, so the program gets the same arguments. Triton launches if the launcher is not built like
+that of 3.6, if a hook is set, or if the program needs scratch memory.
 """
 
 from __future__ import annotations
@@ -16,26 +17,32 @@ try:
     from triton import knobs
     from triton.backends.nvidia import driver
     from triton.runtime import driver as runtime
-except ImportError:  # an older one
+except ImportError:  # an older Triton has no knobs
     driver = None
 
 _LAYOUT = "iiiKKppOOOOOO"
-"""Of the launcher's parameters before the arguments: grid, stream, function, two flags, two pieces of memory, the program's
-metadata, and three objects for hooks.
+"""Format of the launcher's parameters ahead of the program's arguments.
+
+They are the grid (3), the stream, the function, the flags for a cooperative grid and for programmatic dependent launch, global
+and profile scratch memory, the program's metadata, and three objects for hooks.
 """
 _STREAM = 3
+"""Index of the stream among the launcher's arguments."""
 _EXPANDS = ("launcher", "tensordesc_indices", "tensordesc_meta")
-"""Free variables of the function around the launcher of a program with descriptors."""
+"""Free variables of the function that Triton wraps around the launcher of a program with tensor descriptors."""
 
 
 def directly(compiled: Any, grid: tuple[int, int, int], values: list[Any], place: int) -> Callable[[int], None]:
-    """Return a function that launches a program with a new number each time; its arguments have to live until the last launch.
+    """Return a function that launches a program with another number as one of its arguments.
+
+    The function keeps pointers of tensors, so the caller has to keep the tensors until the last launch. A launch goes to the
+    stream that is current then, on the device that is current now.
 
     Args:
-        compiled: a program of Triton.
-        grid: how many of it run.
-        values: its arguments; `values` itself changes.
-        place: of the number among them.
+        compiled: a compiled Triton program.
+        grid: the number of program instances along each axis.
+        values: the arguments of the program, in order. Where Triton launches, each launch writes the number into this list.
+        place: the index of the number in `values`.
     """
     arguments = _all_arguments(compiled, grid, values, place)
 
@@ -60,7 +67,10 @@ def directly(compiled: Any, grid: tuple[int, int, int], values: list[Any], place
 def _all_arguments(
     compiled: Any, grid: tuple[int, int, int], values: list[Any], place: int
 ) -> tuple[Callable[..., None], list[Any], int] | None:
-    """Return Triton's launcher, its arguments, and the index of the number in them; None if the launcher is built differently."""
+    """Return Triton's launcher, all its arguments, and the index of the number in them; None where Triton has to launch.
+
+    The stream among the arguments is 0: each launch sets it.
+    """
     if getattr(driver, "_BASE_ARGS_FORMAT", None) != _LAYOUT or _somebody_listens():
         return None
     run = compiled.run
@@ -79,13 +89,13 @@ def _all_arguments(
 
 
 def _launcher_of(launch: Any) -> tuple[Any, list[Any]]:
-    """Return the launcher itself, and how each of its descriptors is encoded.
+    """Return the launcher without Triton's wrapper, and the metadata by which each tensor descriptor is encoded.
 
     Raises:
-        AttributeError: this is no launcher as it was read.
+        AttributeError: the wrapper is not built like that of Triton 3.6.
     """
     code = getattr(launch, "__code__", None)
-    if code is None:  # compiled from C, and so the launcher itself
+    if code is None:  # the launcher itself, compiled from C: the program has no descriptors
         return launch, []
     if code.co_freevars != _EXPANDS:
         raise AttributeError(f"a launcher refers to {code.co_freevars}")
@@ -94,7 +104,7 @@ def _launcher_of(launch: Any) -> tuple[Any, list[Any]]:
 
 
 def _expanded(values: list[Any], descriptions: list[Any], place: int) -> tuple[list[Any], int]:
-    """Return arguments as Triton's launcher takes them, and where the one from `place` is."""
+    """Return the arguments as Triton's launcher takes them, and the new index of the argument at `place`."""
     flat: list[Any] = []
     left, at = iter(descriptions), place
     for index, value in enumerate(values):
@@ -108,9 +118,11 @@ def _expanded(values: list[Any], descriptions: list[Any], place: int) -> tuple[l
 
 
 def _somebody_listens() -> bool:
+    """Return whether a hook is set for the beginning or the end of a launch."""
     hooks = knobs.runtime
     return bool(_calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook))
 
 
 def _calls(hook: Any) -> Any:
+    """Return a true value if a hook does something: a plain function, or a chain that is not empty."""
     return hook is not None and getattr(hook, "calls", True)

@@ -1,8 +1,9 @@
-"""The comparison of the fp32 weights in a fully reshardable checkpoint with the model's weights in the same checkpoint.
+"""Comparison of the fp32 weights in a fully reshardable checkpoint with the model's weights in the same checkpoint.
 
-Keys of that format: `optimizer.state.param.NAME` (fp32), `optimizer.state.exp_avg.NAME` and so on, with the shape and the
-shards of the model's own `NAME`. Other formats call the fp32 weights `fp32_param`, or keep whole buckets, and do not have
-this defect.
+A checkpoint of this format has the fp32 weights in `optimizer.state.param.NAME`, and the moments in
+`optimizer.state.exp_avg.NAME` and so on, with a prefix `chained_N.` where optimizers are chained. They have the shape and
+the shards of the model's weight `NAME`. Other formats call the fp32 weights `fp32_param`, or keep whole buckets, and do not
+have this defect.
 """
 
 from __future__ import annotations
@@ -21,33 +22,34 @@ from megacpp_overlays.upkeep.checkpoint.stored_tensors import StoredShard, Store
 _STATE = re.compile(r"(?P<head>(?:chained_\d+\.)?optimizer\.state)\.(?P<key>[^.]+)\.(?P<name>.+)", re.DOTALL)
 _MASTER = "param"
 Tensors = Mapping[str, tuple[StoredShard, ...]]
+"""The shards of every tensor of a checkpoint, by its name."""
 
 
 class CheckpointVerdict(enum.Enum):
-    """The verdict on a whole checkpoint."""
+    """Verdict on a whole checkpoint."""
 
     NOT_CONCERNED = "not concerned"
-    """The checkpoint has no state in this format."""
+    """The checkpoint has no fp32 weights in this format."""
     RIGHT = "right"
     """Every parameter has its own fp32 weights."""
     BROKEN = "written broken"
-    """Some parameters have fp32 weights that are not their own, with the marks of this defect."""
+    """Some parameters have fp32 weights that differ from their weights and have a mark of this defect."""
     UNKNOWN = "cannot be told"
-    """Some fp32 weights differ without a mark of the defect, or cannot be compared, and none has a mark."""
+    """Some fp32 weights differ or cannot be compared, and no parameter has a mark of the defect."""
 
 
 class ParameterFinding(NamedTuple):
-    """The finding about one parameter."""
+    """Result of the comparison for one parameter."""
 
     name: str
     marks: Marks | None
-    """The marks of its worst shard; None where the shards cannot be compared."""
+    """Marks of its worst shard; None where the shards cannot be compared."""
     why: str = ""
-    """The reason why the shards cannot be compared."""
+    """Reason why the shards cannot be compared; empty where they can."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the fp32 weights are the parameter's own."""
+        """Whether the fp32 weights, rounded, are the weights of the parameter."""
         return self.marks is not None and not self.marks.differs
 
     def __str__(self) -> str:
@@ -63,14 +65,14 @@ class ParameterFinding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The findings about a checkpoint."""
+    """Results of the comparison for a checkpoint."""
 
     folder: Path
     parameters: tuple[ParameterFinding, ...]
 
     @property
     def verdict(self) -> CheckpointVerdict:
-        """The verdict on the whole checkpoint."""
+        """Verdict on the whole checkpoint."""
         if not self.parameters:
             return CheckpointVerdict.NOT_CONCERNED
         if any(each.marks is not None and each.marks.shows_the_defect for each in self.parameters):
@@ -78,7 +80,7 @@ class Report(NamedTuple):
         return CheckpointVerdict.RIGHT if all(each.is_right for each in self.parameters) else CheckpointVerdict.UNKNOWN
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report as plain data."""
+        """Return the report as values that JSON can represent."""
         return {
             "schema": 1,
             "checkpoint": str(self.folder),
@@ -97,7 +99,11 @@ class Report(NamedTuple):
 
 
 def check(folder: Path, progress: Callable[[str], object] = lambda _: None) -> Report:
-    """Compare every parameter of a checkpoint, without writing files or running code from the checkpoint.
+    """Compare every parameter that has fp32 weights, without writing files or running code from the checkpoint.
+
+    Args:
+        folder: the folder with `.metadata`.
+        progress: called with a line of text ahead of each parameter.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -133,7 +139,8 @@ def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Se
             found.append(marks(opened[0], opened[1], opened[2:]))
             some_are_own = some_are_own or (not found[-1].differs and has_many_numbers(opened[1], opened[1].numel))
     if some_are_own:
-        # All shards of a parameter are cut in the same way, so the zeros of the other shards are those of added rows.
+        # All shards of a parameter are cut in the same way. One of them is right, so the zeros at the end of another one are
+        # rows that were added to the parameter.
         found = [each._replace(zero_tail=each.zero_tail if each.displaced_by else 0) for each in found]
     return ParameterFinding(name, max(found, key=_badness, default=Marks(differs=False)))
 
