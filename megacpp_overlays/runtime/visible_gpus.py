@@ -29,16 +29,23 @@ def visible() -> list[Gpu]:
     if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
     driver = _driver_version()
-    return [_describe(cuda, number, driver) for number in range(count.value)]
+    described = (_describe(cuda, number, driver) for number in range(count.value))
+    return [each for each in described if each is not None]
 
 
-def _describe(cuda: ctypes.CDLL, number: int, driver: str) -> Gpu:
+def _describe(cuda: ctypes.CDLL, number: int, driver: str) -> Gpu | None:
+    """Return a GPU, or None where the driver reports an error."""
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     major, minor = ctypes.c_int(), ctypes.c_int()
-    cuda.cuDeviceGet(ctypes.byref(device), number)
-    cuda.cuDeviceGetName(name, len(name), device)
-    cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    if cuda.cuDeviceGet(ctypes.byref(device), number) != 0:
+        return None
+    codes = (
+        cuda.cuDeviceGetName(name, len(name), device),
+        cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device),
+        cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device),
+    )
+    if any(codes):
+        return None
     return Gpu(name.value.decode(errors="replace"), f"{major.value}.{minor.value}", driver)
 
 

@@ -64,17 +64,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where receipts go")
     parser.add_argument("--write", type=Path, help="where the page goes")
     parser.add_argument("--keep", type=Path, help="a folder for the results of each side, empty or new")
-    parser.add_argument("rows", nargs="*", help="names of rows; all if none is given")
+    parser.add_argument("rows", nargs="*", help="names of rows; without one all, those of four ranks only with --full")
     arguments = parser.parse_args()
     from differential.page import page, receipts
     from differential.table import ROWS
 
+    if unknown := sorted({*arguments.rows} - {row.name for row in ROWS}):
+        parser.error(f"there is no row {', '.join(unknown)}; there are {', '.join(row.name for row in ROWS)}")
     rows = [
         row for row in ROWS if row.name in arguments.rows or (not arguments.rows and (arguments.full or not row.full))
     ]
     with tempfile.TemporaryDirectory() as made:
         folder = arguments.keep or Path(made)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             parser.error(f"{folder} is not empty: ranks would meet where others met before")
         measured(folder, "cuda" if arguments.gpu else "cpu", [row.name for row in rows])

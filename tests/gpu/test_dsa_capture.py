@@ -198,7 +198,7 @@ def stopping(case: str) -> Iterator[None]:
     try:
         yield
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - the type of the error depends on the version of torch
+    except RuntimeError as error:  # torch has subclasses of it for errors of devices
         print(f"{case}: stopped: {str(error).splitlines()[0]}", flush=True)
         os._exit(0)
     raise AssertionError("nothing stopped it")
@@ -220,10 +220,12 @@ def scatter_equals_the_original() -> None:
         for lowest, kind in ((-1, torch.int32), (-90, torch.int64), (0, torch.int32)):
             mask = content[torch.randint(0, 8, (2, 600, 97), device="cuda")].to(dtype)
             indices = random_indices(97, lowest, kind)
-            indices[:, ::5] = -1 if lowest else indices[:, ::5]
-            expected, found = mask.clone(), mask.repeat_interleave(2, dim=1)[:, ::2]
+            if lowest:
+                indices[:, ::5] = -1
+            expected = mask.clone()
             scatter.__wrapped__(expected, indices)
             for given in (indices, indices.cpu()):
+                found = mask.repeat_interleave(2, dim=1)[:, ::2]
                 scatter(found, given)
                 differ = found.contiguous().view(bits) != expected.view(bits)
                 # In half precision the bits of a NaN may change though it is not written.
