@@ -1,7 +1,8 @@
-"""Loss mask cache of Megatron's GPT dataset without the padding of samples.
+"""Repair of the loss mask that Megatron's GPT dataset caches: padding of a sample is masked in the cache.
 
-The cache should be a mask of ones, but the sample that fills it masks its padding there. So the seam sets the cache to ones after that
-sample. Releases that mask in the cache at every read get a copy. A cache that other code filled is unchanged.
+The cached mask should be all ones, but the sample that fills the cache masks its own padding in it. So the seam sets the cache to ones
+after that sample. In releases where each later sample masks its padding in the cache too, such a sample gets a copy. A cache that
+other code has filled is not set to ones.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6981
 """
@@ -17,6 +18,7 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 
 def _fill_apart(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    """Return a `__getitem__` that sets the cached mask to ones after the sample that fills the cache."""
     import torch
 
     def __getitem__(self: Any, idx: Any) -> Any:  # noqa: N807
@@ -31,6 +33,7 @@ def _fill_apart(original: Callable[..., Any], _module: ModuleType) -> Callable[.
 
 
 def _read_apart(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    """Return the `__getitem__` of `_fill_apart` that also gives each later sample a copy of the cached mask."""
     fill = _fill_apart(original, module)
 
     def __getitem__(self: Any, idx: Any) -> Any:  # noqa: N807
@@ -50,7 +53,10 @@ _PAD = 1
 
 
 def observe(module: ModuleType) -> Observation:
-    """Read two padded samples and one without padding from one dataset, and count the tokens that have a loss."""
+    """Read two padded samples and one without padding from one dataset, and count the tokens that have a loss.
+
+    The dataset is broken unless it counts 3, 3 and 4.
+    """
     import numpy as np
 
     samples = ([3, 4, 5, 6, _PAD], [3, _PAD, 5, 6, 7], [3, 4, 5, 6, 7])

@@ -1,6 +1,6 @@
-"""Features of models of transformers from their `config.json`, which describes the layers of a model and not its training.
+"""Features of models of the transformers library, read from `config.json`, which describes the layers of a model and not its training.
 
-A key decides the feature that it names. A feature is ruled out only for types of models that are known to lack it.
+A key turns a feature on, and then it counts more than the type of the model. Only a type that is known to lack a feature rules it out.
 
 Source: the configuration classes of transformers 5.23.0
 """
@@ -19,7 +19,7 @@ _PLAIN = frozenset(
         "stablelm", "starcoder2",
     }
 )  # fmt: skip
-"""Types of decoders with attention alone, which is not latent and chooses no keys."""
+"""Types of decoders with attention alone, neither multi-latent nor with a choice of keys, as in `_SPARSE`."""
 _LATENT = frozenset(
     {
         "deepseek_v2",
@@ -34,20 +34,25 @@ _LATENT = frozenset(
 )
 """Types of decoders with multi-latent attention in every layer."""
 _SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Types whose attention is sparse: each query chooses its keys."""
 _MAMBA2 = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 """Types with Mamba-2 layers in addition to attention that is not latent."""
 _GATED_DELTA = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Types with gated delta nets in addition to attention that is not latent."""
 _COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+"""Keys for the number of experts."""
 
 
 def is_config(data: Mapping[str, object]) -> bool:
-    """Return whether a mapping is the configuration of a model of transformers."""
+    """Return whether a mapping is the configuration of a model of transformers, by its `model_type` or `architectures`."""
     return isinstance(data.get("model_type"), str) or isinstance(data.get("architectures"), list)
 
 
 def from_mapping(data: Mapping[str, object], origin: str) -> Configuration:
-    """Return the configuration of a model; of a model with several parts, that of its text part."""
+    """Return the configuration of a model; for a model with several parts, that of its `text_config`.
+
+    Without a `model_type` nothing is decided. The type of a text part decides nothing; its keys do.
+    """
     text = data.get("text_config")
     inner = text if isinstance(text, Mapping) else data
     kind = inner.get("model_type")
@@ -78,7 +83,7 @@ def _of_type(kind: str, data: Mapping[str, object]) -> dict[str, bool]:
 
 
 def _kept_in_words(data: Mapping[str, object]) -> dict[str, bool]:
-    """Return the features that a key shows."""
+    """Return the features that a key turns on."""
     found: dict[str, bool] = {}
     if _is_count(data.get("kv_lora_rank")):
         found["mla"] = True

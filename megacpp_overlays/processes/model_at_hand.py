@@ -1,11 +1,13 @@
 """Configuration of the model that this process trains, and the log line before its first step about the overlays that concern it.
 
+The configuration has two sources:
+
     at start-up             a configuration file that `MEGACPP_OVERLAYS_CONFIG` names, or the arguments of one of Megatron-LM's launchers
     before the first step   the configuration objects of Megatron in this process
 
-At start-up an overlay that does not concern the model has no line of its own. Nothing else depends on it: it is installed all the same.
-torch's own hook of optimizers is taken out before it does anything, as in `first_step`; it is there on rank 0 alone, and only where an
-overlay of Megatron-Core is active.
+At start-up an overlay that does not concern the model is installed all the same, but has no log line of its own. The line before the
+first step is written from a hook of torch's optimizers (`runtime.optimizers`). The hook is registered on rank 0 alone, and only if an
+overlay of Megatron-Core is active and the log has lines below the level of a warning. It is removed before the line is written.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ OPTIMIZERS = "torch.optim.optimizer"
 
 
 def is_concerned(session: Session, overlay_id: str) -> bool:
-    """Return whether the model of this process may be concerned by an overlay, by what is known at start-up."""
+    """Return whether an overlay may concern the model of this process, by the configuration at start-up; True if none is known."""
     known = _at_startup(session)
     return known is None or known.is_concerned(overlay_id)
 
 
 def origin(session: Session) -> str:
-    """Return the source of the configuration that is known at start-up; empty where none is."""
+    """Return the source of the configuration at start-up; empty if none is known."""
     known = _at_startup(session)
     return "" if known is None else known.origin
 
@@ -62,20 +64,23 @@ def _given(session: Session) -> Configuration | None:
 
 
 def before_the_first_step(session: Session) -> report.Concerns | None:
-    """Return which overlays concern the model that is configured in this process, else that of the start-up; None for neither."""
+    """Return whether each overlay concerns the model, or None if no configuration is known.
+
+    The configuration objects in this process decide; without any, the configuration at start-up does.
+    """
     configuration = process.of_this_process()
     return _at_startup(session) if configuration is None else report.concerns(session.overlays, configuration)
 
 
 class ModelLine:
-    """Writes one line before the first step of an optimizer: which active overlays concern the model, and which do not."""
+    """Writer of one log line before the first step of an optimizer: the active overlays that concern the model, and those that do not."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._hooks = Hooks(self)
 
     def active(self, record: Record) -> bool:
-        """Watch for the first step once an overlay of Megatron-Core is active; return whether that has happened.
+        """Watch for the first step if an overlay of Megatron-Core became active; return whether it is one.
 
         Args:
             record: the record of the overlay that became active.
@@ -87,14 +92,14 @@ class ModelLine:
         return True
 
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
-        """Hook into torch (called by the hooks)."""
+        """Register the line with torch's optimizers (called by the hooks)."""
         optimizers.before_the_first_step(module, self._say)
 
     def failed(self, name: str, error: Exception) -> None:
-        """Leave the line out (called by the hooks)."""
+        """Do nothing, so that the line is left out (called by the hooks)."""
 
     def _say(self) -> None:
-        with contextlib.suppress(Exception):  # a line of a log must not end a run
+        with contextlib.suppress(Exception):  # a log line must not end a run
             found = before_the_first_step(self._session)
             if found is not None:
                 names = report.active(self._session.audit_as_it_stands().decisions)

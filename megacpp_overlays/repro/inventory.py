@@ -1,7 +1,7 @@
 """Inventory of packs: their folders by number, and the cases of their reproducers.
 
-A pack is a folder `NN-slug` with a `reproduce.py`. The file is loaded from its path, so that no folder of the
-inventory is ever on `sys.path`.
+A pack is a folder `NN-slug`. Its `reproduce.py` is loaded from its path, so no folder of the inventory is ever on
+`sys.path`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacpp_overlays.repro import neighbour
 from megacpp_overlays.repro.case import Case, PackError
 
 MORE = "more_cases.py"
-"""File with cases of a pack that were written after receipts of its `reproduce.py`: receipts bind that file byte for byte."""
+"""File for cases that a pack gets after its first receipts. A receipt is valid only for the same bytes of `reproduce.py`."""
 _FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
 
 
@@ -45,12 +45,12 @@ class Pack:
 
 
 def own_folder() -> Path:
-    """Return the packs that came with this package."""
+    """Return the folder of the packs that are installed with this package."""
     return Path(str(own.__file__)).resolve().parent
 
 
 def list_packs(folder: Path) -> tuple[Pack, ...]:
-    """Return the packs below a folder, by number.
+    """Return the packs in a folder, by number; none if the folder does not exist.
 
     Raises:
         PackError: two folders have the same number.
@@ -70,7 +70,7 @@ def find(folder: Path, number: int) -> Pack:
     """Return a pack by its number.
 
     Raises:
-        PackError: there is none; the text lists those that are there.
+        PackError: there is none, or two folders have the same number.
     """
     every = list_packs(folder)
     for pack in every:
@@ -82,7 +82,7 @@ def find(folder: Path, number: int) -> Pack:
 
 
 def digest(reproducer: Path) -> str:
-    """Return the first 12 digits of the sha256 of a `reproduce.py`; empty where there is none."""
+    """Return the first 12 hexadecimal digits of the SHA-256 of a `reproduce.py`; empty if the file does not exist."""
     return hashlib.sha256(reproducer.read_bytes()).hexdigest()[:12] if reproducer.is_file() else ""
 
 
@@ -90,7 +90,8 @@ def load_cases(reproducer: Path) -> tuple[Case, ...]:
     """Execute a `reproduce.py` and return its cases, with those of the `more_cases.py` in the same folder.
 
     Raises:
-        PackError: there is no such file, it cannot be executed, or its CASES are not valid.
+        PackError: there is no such file, one of the two cannot be executed or declares no valid CASES, or two cases have
+            the same name.
     """
     where = f"{reproducer.parent.name}/{reproducer.name}"
     if not reproducer.is_file():
@@ -114,7 +115,7 @@ def choose(cases: Sequence[Case], name: str) -> Case:
     """Return a case by name.
 
     Raises:
-        PackError: there is none; the text lists those that are there.
+        PackError: there is none; the text suggests names that are near, or lists all names if they are few.
     """
     for case in cases:
         if case.name == name:
@@ -125,17 +126,17 @@ def choose(cases: Sequence[Case], name: str) -> Case:
 
 
 def parts_of(case: Case, overlays: Sequence[Erratum]) -> tuple[Erratum, ...]:
-    """Return the parts of the overlay that a case is about; none for a claim, or where that overlay was retired.
+    """Return the parts of the overlay that a case is about; none for a claim, or if the overlay is retired.
 
     Raises:
-        PackError: there is no such overlay, retired ones included, or it has no such target.
+        PackError: neither an active nor a retired overlay has this id, or it has no target in a module that the case names.
     """
     chosen = targets_of(case, overlays)
     return tuple(part for part in overlays if part.id == case.overlay and part.target in chosen)
 
 
 def targets_of(case: Case, overlays: Sequence[Erratum]) -> tuple[Target, ...]:
-    """Return the targets that a case is about, also where its overlay was retired.
+    """Return the targets that a case is about, those of a retired overlay included.
 
     Raises:
         PackError: as `parts_of`.

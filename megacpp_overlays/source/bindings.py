@@ -1,13 +1,15 @@
-"""Name binding: every place in a module that gives a name its value, or may give it another one.
+"""Name bindings of a module: each syntax node that binds a name, or may bind it to another object.
 
-A probe that read a definition must know that the name means that definition when the code runs. So a form that cannot
-be followed, such as `exec`, counts as a binding of every name that it could reach. A binding too many installs nothing;
-a missed binding would replace code that no probe has read.
+A probe that has read a definition must know that its name still means this definition when the code runs. So a form that
+cannot be followed, such as `exec`, counts as a binding of every name that it could reach. A false binding only keeps an
+overlay from being installed. A missed binding would let an overlay replace code that no probe has read.
 
 The analysis follows definitions, assignments of every kind, loops, `with`, `except`, `match`, imports, `del`, `global`,
-walruses out of comprehensions, `type` statements, attributes that are set on the object of a name, and names as text:
-`setattr`, `globals()`, `vars()`, `__dict__`, `sys.modules`. A definition is itself among the bindings; its decorators are
-in its own node.
+walruses in comprehensions, `type` statements, attributes that are set on the object of a name, and names in strings:
+`setattr`, `globals()`, `vars()`, `__dict__`, `sys.modules`. A definition is itself one of the bindings, and its decorators
+are part of its node.
+
+One form is missed: an item of a namespace that a function writes under a constant key, such as `globals()["name"] = other`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 _RUNNERS = {"exec", "eval"}
 _NAMESPACES = {"globals", "locals", "vars"}
 _NAMED = {"setattr", "delattr"} | _RUNNERS | _NAMESPACES
-"""Built-in functions that may bind any name where the module uses them other than in a call by these names."""
+"""Built-in functions. A use other than a call by this name, such as an alias, may bind any name."""
 _NAMESPACE_ATTRIBUTES = {"__globals__", "f_globals", "f_locals"}
 _READERS = {"get", "keys", "values", "items", "copy", "__getitem__", "__contains__"}
 _WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"}
 _INNARDS = {"__code__", "__defaults__", "__kwdefaults__", "__class__", "__bases__"}
-"""Attributes that change the behaviour of a function or a class, though its name means the same object."""
+"""Attributes whose assignment changes the behaviour of a function or a class, while its name means the same object."""
 _EVERY_LOOKUP = "__getattribute__"
 
 
@@ -39,22 +41,22 @@ class _Scope(NamedTuple):
     """Scope of a statement."""
 
     path: str | None
-    """The qualified name of the class, empty for the module; None where names are local to a function."""
+    """The qualified name of the class, empty for the module; None where names are local, such as in a function."""
     at_import: bool
     """Whether the statement runs when the module is executed."""
     receivers: Mapping[str, tuple[str, _Function]]
-    """Names of the first parameters of the methods around it, with the class and the method."""
+    """First parameters of the enclosing methods, by name, each with the class and the method."""
 
 
 class _Change(NamedTuple):
-    """A place that sets or deletes an attribute, with the owner of the attribute and the scope."""
+    """A node that sets or deletes an attribute, or may do so, with the owner of the attribute and the scope."""
 
     node: ast.AST
     owner: ast.expr | None
-    """None where the name is a text whose owner is unknown."""
+    """The expression whose attribute it is; None if it is unknown, as for a name in a string."""
     scope: _Scope
     start: str = ""
-    """Beginning of the name, where only the running code knows the rest."""
+    """Constant beginning of a name that is computed when the code runs; empty if there is none."""
 
 
 class Bindings:
@@ -79,11 +81,12 @@ class Bindings:
     def of(self, symbol: str) -> list[ast.AST]:
         """Return the nodes that bind a name of the module, or an attribute of one of its classes: `f`, `Layer.forward`.
 
-        The bindings of `Layer.forward` do not include those of `Layer`: ask for both where the method must be the one in the text.
+        The bindings of `Layer.forward` do not include those of `Layer`. A caller that relies on the method in the text has to
+        check both.
         """
         owner, _, name = symbol.rpartition(".")
         found = [*self._names[owner, name], *self._everything]
-        if owner and name != _EVERY_LOOKUP:  # which may hand out another attribute than the one in the text
+        if owner and name != _EVERY_LOOKUP:  # this method may return any object for a name
             found += self._names[owner, _EVERY_LOOKUP]
         found += [each.node for each in self._attributes[name] if self._concerns(each, owner)]
         found += [each.node for each in self._unnamed if name.startswith(each.start) and self._may_concern(each, owner)]
@@ -91,12 +94,12 @@ class Bindings:
         return _in_order(found if owner else [*found, *self._whole_module])
 
     def anywhere(self, name: str) -> list[ast.AST]:
-        """Return the nodes that bind a name in any scope, set an attribute of its object, or have the name as text."""
+        """Return the nodes that bind a name in any scope, set an attribute of its object, or contain the name as a string."""
         local = [node for (path, bound), nodes in self._names.items() if path != "" and bound == name for node in nodes]
         return _in_order([*self.of(name), *local, *self._owners[name]])
 
     def changes(self, name: str) -> list[ast.AST]:
-        """Return the nodes that set or delete an attribute of a name's object, under that name."""
+        """Return the nodes that set or delete an attribute through a name, such as `name.size = 1` or `setattr(name, "size", 1)`."""
         return _in_order(self._owners[name])
 
     def definitions(self, symbol: str) -> list[Definition]:
@@ -105,15 +108,16 @@ class Bindings:
         return [node for node in _in_order(self._names[owner, name]) if isinstance(node, Definition)]
 
     def _concerns(self, change: _Change, owner: str) -> bool:
-        """Return whether a change may set an attribute of a class, or of the module where `owner` is empty.
+        """Return whether a change may concern an attribute of the class `owner`, or of the module if `owner` is empty.
 
-        An attribute of another class's instance is neither. An attribute of an instance of the same class counts, because it hides the method.
+        A change through the first parameter of a method concerns the class of that method alone. An attribute of an instance counts,
+        because it hides the method.
         """
         held_by = _receiver(change)
         return held_by is None or (held_by == owner and bool(owner))
 
     def _may_concern(self, change: _Change, owner: str) -> bool:
-        """Return whether a change of an attribute whose name only the running code knows may concern a class or module."""
+        """Return whether a change of an attribute with a computed name may concern a class, or the module if `owner` is empty."""
         if owner and (_receiver(change) == owner or _means(change.owner, owner)):
             return True
         return _receiver(change) is None and (change.scope.at_import or (not owner and self._finds_modules))
@@ -135,7 +139,7 @@ class Bindings:
             value = getattr(node, field, None)
             if isinstance(value, list):
                 self._waiting += [(each, scope) for each in value if isinstance(each, ast.AST)]
-            elif isinstance(value, ast.AST) and value._fields:  # an operator or a context has none
+            elif isinstance(value, ast.AST) and value._fields:  # operators and contexts have no fields
                 self._waiting.append((value, scope))
 
     def _visit_named(self, node: ast.ExceptHandler | ast.MatchAs | ast.MatchStar, scope: _Scope) -> None:
@@ -154,7 +158,10 @@ class Bindings:
             self._attributes[node.value].append(_Change(node, None, scope))
 
     def _visit_table(self, node: ast.Dict, scope: _Scope) -> None:
-        """Skip keys that are text: they bind nothing until code writes the table to a namespace, and that place is found."""
+        """Visit a dictionary without its constant keys.
+
+        They bind nothing until code writes the dictionary to a namespace, which is recorded there.
+        """
         self._push((key for key in node.keys if not isinstance(key, ast.Constant)), scope)
         self._push(node.values, scope)
 
@@ -170,7 +177,7 @@ class Bindings:
     def _visit_assignment(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign, scope: _Scope) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         self._push(targets, scope)
-        exports = all(_is_name(target, "__all__") for target in targets)  # names are text there
+        exports = all(_is_name(target, "__all__") for target in targets)  # its strings bind no name
         self._push(_without_text(node.value) if exports else [node.value], scope)
         if isinstance(node, ast.AnnAssign):
             self._push(_without_text(node.annotation), scope)
@@ -192,7 +199,7 @@ class Bindings:
         self._push([*_arguments(node.args), node.body], scope._replace(path=None, at_import=False))
 
     def _visit_type(self, node: ast.AST, scope: _Scope) -> None:
-        """A `type` statement, whose parameters are names of its own."""
+        """Visit a `type` statement. Its type parameters are local to it."""
         self._push([getattr(node, "name", None), getattr(node, "value", None)], scope)
         self._push(getattr(node, "type_params", ()), scope._replace(path=None))
 
@@ -205,7 +212,7 @@ class Bindings:
         elif id(node) in self._followed:
             return
         elif node.id in _NAMED:
-            self._everything.append(node)  # handed on under another name
+            self._everything.append(node)  # it may be called under another name
         elif node.id in {"import_module", "__import__"}:
             self._finds_modules = True
 
@@ -228,7 +235,7 @@ class Bindings:
         by_text = isinstance(node.slice, ast.Constant)
         reads = isinstance(node.ctx, ast.Load)
         if reads or by_text:
-            self._followed.add(id(node.value))  # a name that is written as text is found by that text
+            self._followed.add(id(node.value))  # reading binds nothing, and a constant key is visited by itself
         if not reads and (ast.unparse(node.slice) == "__name__" or _is_of_modules(node)):
             self._whole_module.append(node)
         self._push([node.value] if reads and by_text else [node.value, node.slice], scope)
@@ -258,7 +265,7 @@ class Bindings:
         self._push([function, *below], scope)
 
     def _visit_namespace(self, name: str, node: ast.Call, scope: _Scope) -> None:
-        """Record a namespace that code has got as a dictionary, in which it may set any name."""
+        """Record a call that returns a namespace as a dictionary, in which the caller may set any name."""
         if node.args:
             self._unnamed.append(_Change(node, node.args[0], scope))
         elif name == "globals" or scope.path == "":
@@ -270,7 +277,7 @@ class Bindings:
         """Record the attribute that a call such as `setattr` sets, and return the other nodes to visit."""
         given: list[ast.expr] = list(node.args)
         if isinstance(node.func, ast.Attribute) and len(given) < (3 if "set" in node.func.attr else 2):
-            given.insert(0, node.func.value)  # asked of the object itself
+            given.insert(0, node.func.value)  # a method of the owner, such as `owner.__setattr__(name, value)`
         owner, key = [*given, None, None][:2]
         if isinstance(key, ast.Constant) and isinstance(key.value, str):
             self._change(key.value, node, owner, scope)
@@ -281,7 +288,7 @@ class Bindings:
         return [each for each in (*node.args, *node.keywords) if each is not key]
 
     def _visit_update(self, node: ast.Call, scope: _Scope) -> bool:
-        """Return whether all names that this call writes are in it as text or as keywords."""
+        """Record the names that this call writes to a dictionary; return whether all of them are constants or keywords."""
         names = node.args[0] if node.args else None
         for keyword in node.keywords:
             self._change(str(keyword.arg), keyword, None, scope)
@@ -307,7 +314,7 @@ class Bindings:
         self._push([*arguments, *getattr(node, "type_params", ()), *node.body], inner)
 
     def _visit_comprehension(self, node: _Comprehension, scope: _Scope) -> None:
-        """Visit a comprehension. A walrus binds outside of it, its loop variables do not, and an attribute as loop variable is set."""
+        """Visit a comprehension. Its loop variables are local, a walrus binds in the scope around it, and a loop may set an attribute."""
         for each in node.generators:
             self._push([each.target], scope._replace(path=None))
             self._push([each.iter, *each.ifs], scope)
@@ -350,13 +357,17 @@ class Bindings:
 
 
 def _start(key: ast.expr | None) -> str:
-    """Return the constant text at the start of a formatted name; empty for any other name."""
+    """Return the constant text at the start of an f-string; empty for any other expression."""
     first = key.values[0] if isinstance(key, ast.JoinedStr) and key.values else None
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
 
 
 def _receiver(change: _Change) -> str | None:
-    """Return the class on which, or on whose instance, a method sets an attribute; None for any other owner."""
+    """Return the class of the method that makes a change through its first parameter; None for any other change.
+
+    The owner is that parameter, its `__class__` or `__dict__`, or `type` or `vars` of it. A parameter that the method binds to another
+    object does not count.
+    """
     owner = change.owner
     match owner:
         case ast.Attribute(value=ast.Name() as inner, attr="__class__" | "__dict__"):
@@ -379,11 +390,12 @@ def _in_order(nodes: Iterable[ast.AST]) -> list[ast.AST]:
 
 
 def _means(owner: ast.expr | None, symbol: str) -> bool:
+    """Return whether an expression is a symbol, or ends with it, as `module.Layer` does with `Layer`."""
     return owner is not None and f".{ast.unparse(owner)}".endswith(f".{symbol}")
 
 
 def _is_of_modules(node: ast.expr) -> bool:
-    """Return whether this is an item of `sys.modules`."""
+    """Return whether an expression is an item of `sys.modules`."""
     return isinstance(node, ast.Subscript) and ast.unparse(node.value).rpartition(".")[2] == "modules"
 
 
@@ -397,5 +409,5 @@ def _arguments(args: ast.arguments) -> list[ast.arg]:
 
 
 def _without_text(value: ast.expr | None) -> list[ast.expr]:
-    """Return the nodes that may bind names in an annotation, where a text is a type, or in the value of `__all__`."""
+    """Return the walruses and calls in an annotation or in the value of `__all__`, whose strings bind no name."""
     return [each for each in ast.walk(value) if isinstance(each, ast.NamedExpr | ast.Call)] if value is not None else []

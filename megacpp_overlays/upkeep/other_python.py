@@ -1,7 +1,8 @@
 """Runs of this package with the interpreter of another environment.
 
-The process has this package on its path, and nothing else of this environment: neither the switches and the PYTHONPATH
-of the shell, nor the packages of this environment. Of the switches only those for plugins and witnesses are inherited.
+PYTHONPATH of the process leads to this package alone, so the process imports no other package of this environment, nor of the
+user's site-packages. It inherits the variables of the shell, except those that `_NOT_INHERITED` names. Of this package's
+settings it inherits only those for plugins and witnesses.
 """
 
 from __future__ import annotations
@@ -19,22 +20,32 @@ from megacpp_overlays.loader.settings import LOG, PLUGINS, WITNESSES
 from megacpp_overlays.repro import process_group
 
 _GRACE = 10.0
-"""Seconds that a process gets to end its child processes."""
+"""Seconds that a process gets to end its child processes after its time limit."""
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_", "COVERAGE_")
-"""Prefixes of variables that belong to this environment, and that the process does not inherit."""
+"""Prefixes of environment variables that the process does not inherit, except `PLUGINS` and `WITNESSES`."""
 
 
 class Reply(NamedTuple):
     """The answer of a process in another environment."""
 
     answer: Any
-    """The JSON that `upkeep.inside` wrote, or None."""
+    """The parsed JSON that `upkeep.inside` wrote; None if the process failed."""
     problem: str | None
-    """The way the process ended and its last line, where it gave no answer."""
+    """The way the process ended, and its last line of output; None if it gave an answer."""
 
 
 def ask(python: Path, arguments: Sequence[str], timeout: float) -> Reply:
-    """Run `upkeep.inside` with an interpreter and return its answer."""
+    """Run `upkeep.inside` with an interpreter and return its answer.
+
+    Args:
+        python: the interpreter.
+        arguments: those of `upkeep.inside` after REPORT.
+        timeout: seconds after which the process is ended.
+
+    Raises:
+        OSError: the interpreter cannot be started, or it ends with exit code 0 and writes no report.
+        ValueError: the report is not JSON.
+    """
     with _workspace() as (folder, variables), tempfile.TemporaryFile("w+", errors="replace") as out:
         report = folder / "report"
         command = [str(python), "-m", "megacpp_overlays.upkeep.inside", str(report), *arguments]
@@ -47,7 +58,16 @@ def ask(python: Path, arguments: Sequence[str], timeout: float) -> Reply:
 
 
 def output(python: Path, arguments: Sequence[str], timeout: float) -> tuple[str, str | None]:
-    """Run an interpreter; return its stdout, and a description of its failure, or None if it succeeded."""
+    """Run an interpreter; return its stdout, and a description of its failure, which is None if it succeeded.
+
+    Args:
+        python: the interpreter.
+        arguments: those of the interpreter.
+        timeout: seconds after which the process is ended.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
     with _workspace() as (folder, variables), contextlib.ExitStack() as stack:
         out, errors = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
         ended = process_group.run(
@@ -70,9 +90,10 @@ def _last_line(output: IO[str]) -> str:
 
 @contextlib.contextmanager
 def _workspace() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield an empty working folder, and the environment variables with this package on the path.
+    """Yield an empty working folder, and the environment variables of a process that runs there.
 
-    The path has a link to the package, because the folder of the package may be a site-packages with others.
+    PYTHONPATH is a new folder with a link to this package. The folder that holds the package may be a site-packages, and would
+    bring its other packages along.
     """
     with tempfile.TemporaryDirectory(prefix="upkeep-") as name:
         folder = Path(name).resolve()

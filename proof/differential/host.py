@@ -1,7 +1,7 @@
-"""The host of the table: upstream modules, and their kernels' results computed in PyTorch.
+"""Preparation of a process that runs rows of `table.py`: imports of upstream modules, with PyTorch code in place of GPU kernels.
 
-Mamba-2's convolution and scan, and the normalisation of gated delta nets, come from kernels for GPUs that know no float64. On every
-side of a comparison they are written out in PyTorch instead. The comparison is not about these kernels.
+The kernels for Mamba-2's convolution and scan, and for the normalisation of gated delta nets, do not support float64. All sides of a
+comparison run the same PyTorch code instead, because the comparison is not about these kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ MODULES = (
 
 @functools.cache
 def prepare() -> None:
-    """Import upstream once for all rows, with PyTorch code in the place of kernels."""
+    """Import the upstream modules, with PyTorch code in place of kernels, and run compiled functions eagerly.
+
+    On a CPU torch gets one thread, and `all_reduce` and `all_to_all_single` are wrapped. Only the first call in a process has an effect.
+    """
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
         _provide(name, __path__=[], __version__="2.3.2" if name.startswith("mamba") else "1.6.0")
     scan = _written_out("megacpp_overlays/kernels/mamba2/packed_reference.py").scan
@@ -52,14 +55,13 @@ def prepare() -> None:
     net = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
     vars(net).update(HAVE_FLA=True, l2norm=torch.nn.functional.normalize)
     absorbed = importlib.import_module("megatron.core.transformer.experimental_attention_variant.absorbed_mla")
-    if not isinstance(absorbed.Linear, type):  # which upstream's specification has where Transformer Engine is not
+    if not isinstance(absorbed.Linear, type):  # upstream imports the class only with Transformer Engine
         absorbed.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     parallel = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
     vars(parallel).update(tex=SimpleNamespace(thd_get_partitioned_indices=partition), is_te_min_version=lambda _: True)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    if not hasattr(
-        random, "FP8GlobalStateManager"
-    ):  # of Transformer Engine, which 0.19.2 asks where it is not installed, too
+    # Names from Transformer Engine, which 0.19.2 uses even where it is not installed.
+    if not hasattr(random, "FP8GlobalStateManager"):
         vars(random).update(
             FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
             fp8_autocast=lambda **_: contextlib.nullcontext(),
@@ -73,7 +75,10 @@ def prepare() -> None:
 
 
 def _provide_adam() -> None:
-    """Provide Adam under the name of Apex's: the state of torch's own cannot be loaded from Megatron's distributed checkpoints."""
+    """Register a module `apex` with an Adam of this file, and `psutil` where it is not installed.
+
+    The state of torch's own Adam cannot be loaded from Megatron's distributed checkpoints.
+    """
     import torch
 
     class FusedAdam(torch.optim.Optimizer):  # type: ignore[misc] # torch is not followed
@@ -95,12 +100,20 @@ def _provide_adam() -> None:
     _provide("apex", __path__=[])
     _provide("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=torch.optim.SGD)
     _provide("apex.multi_tensor_apply", multi_tensor_applier=None)
-    if importlib.util.find_spec("psutil") is None:  # by which a checkpoint's writer logs how much memory it holds
+    if importlib.util.find_spec("psutil") is None:  # the writer of a checkpoint logs its memory use with it
         _provide("psutil", Process=lambda *_: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0, uss=0)))
 
 
 def adam(weight: Any, gradient: Any, mean: Any, square: Any, group: dict[str, Any]) -> None:
-    """Take a step of Adam without decay, in place."""
+    """Take one step of Adam in place, with bias correction and without weight decay.
+
+    Args:
+        weight: the parameter.
+        gradient: its gradient.
+        mean: the first moment.
+        square: the second moment.
+        group: `lr`, `betas`, `eps`, and `step`, which is 1 in the first step.
+    """
     first, second = (1 - beta ** group["step"] for beta in group["betas"])
     mean.lerp_(gradient, 1 - group["betas"][0])
     square.lerp_(gradient.square(), 1 - group["betas"][1])
@@ -108,7 +121,7 @@ def adam(weight: Any, gradient: Any, mean: Any, square: Any, group: dict[str, An
 
 
 def _norm_of_groups() -> type:
-    """Return mamba-ssm's `RMSNorm` over groups of channels; the scan has gated already."""
+    """Return a substitute for mamba-ssm's gated `RMSNorm`: a norm over groups of channels, without the gate, which `scan` applies."""
     import torch
 
     class RMSNorm(torch.nn.Module):  # type: ignore[misc] # torch is not followed
@@ -126,7 +139,10 @@ def _norm_of_groups() -> type:
 
 
 def averaging(upstream: Any) -> Any:
-    """Return an all-reduce that averages where gloo, which only adds up, is asked to."""
+    """Return an all-reduce that supports `ReduceOp.AVG`, which gloo lacks: it sums, and divides by the size of the group.
+
+    A call with AVG returns the tensor, and ignores further arguments.
+    """
     import torch
 
     def all_reduce(values: Any, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
@@ -139,7 +155,7 @@ def averaging(upstream: Any) -> Any:
 
 
 def with_numbers(upstream: Any) -> Any:
-    """Return an all-to-all that takes the sizes of its parts as tensors, too: Megatron turns those of a GPU into numbers, and no others."""
+    """Return an all-to-all that accepts split sizes as tensors too, because Megatron converts only those on a GPU into numbers."""
 
     def all_to_all_single(output: Any, given: Any, *sizes: Any, **more: Any) -> Any:
         return upstream(output, given, *map(_numbers, sizes), **{name: _numbers(each) for name, each in more.items()})
@@ -152,7 +168,17 @@ def _numbers(given: Any) -> Any:
 
 
 def partition(bounds: Any, tokens: int, ranks: int, rank: int) -> Any:
-    """Return the places of a rank's tokens in a packed row, as `thd_get_partitioned_indices` of Transformer Engine orders them."""
+    """Return the positions of a rank's tokens in a packed row, (tokens of the rank,), int32.
+
+    This replaces `thd_get_partitioned_indices` of Transformer Engine and has its order. Each document is cut into 2 * ranks chunks, and a
+    rank has the chunks `rank` and `2 * ranks - 1 - rank`.
+
+    Args:
+        bounds: where documents begin and end in the row, (documents + 1,).
+        tokens: ignored.
+        ranks: number of context-parallel ranks.
+        rank: the rank.
+    """
     import torch
 
     places: list[int] = []
@@ -171,7 +197,11 @@ def _provide(name: str, **found: Any) -> None:
 
 
 def _written_out(path: str) -> Any:
-    """Load a module of this project by its file: an import of the package would arm it on every side."""
+    """Load a module of this project from its file, because an import of the package would arm all sides, stock too.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     spec = importlib.util.spec_from_file_location("written_out", ROOT / path)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"there is no {ROOT / path}")

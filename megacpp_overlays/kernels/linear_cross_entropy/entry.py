@@ -1,39 +1,42 @@
-"""A portable entry for Megatron's fused linear cross entropy: `forward` and `backward` as its dispatcher wants them.
+"""Portable entry for Megatron's fused linear cross entropy: `forward` and `backward` with the signatures of its dispatcher.
 
 The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.entry` (Megatron-LM dev, 2026-02 to
-2026-08). It promises callers:
+2026-08):
 
-- hidden states are (tokens, size) or (sequence, batch, size), labels (tokens,) or (sequence, batch), the weight
+- Hidden states are (tokens, size) or (sequence, batch, size), labels (tokens,) or (sequence, batch), the weight
   (classes of this rank, size); contiguous. The three are on one CUDA device.
 - The loss of a token is the log of the sum of exp(logits) minus the logit of its label; 0 where the label is
   `ignore_index`. "none" gives it flat, (tokens,), also for three-dimensional hidden states; "sum" and "mean" give a
-  tensor without dimensions. "mean" divides by the tokens that are not ignored; if there are none, the loss
+  tensor without dimensions. "mean" divides by the number of tokens that are not ignored; if there are none, the loss
   is NaN. Losses are float32.
 - In a tensor-parallel group of more than one rank, rank r holds classes r * n to (r + 1) * n, and every rank has all
   labels. The highest logits are reduced with MAX, the sums of exponentials and the label's logit with SUM, and every
   rank returns the same loss.
-- With sequence parallelism the hidden states are one rank's share of the first dimension; they are gathered along it,
-  and the gathered ones go to the backward pass.
-- Seven values leave the forward pass: the loss, the highest logit and the sum of exponentials of every token over
-  the whole vocabulary (float32; upstream's callers hand both to the backward pass and read neither), the number of
-  tokens that are not ignored (int64, no dimensions), rank and size of the group (0 and 1 without one), and the hidden
+- With sequence parallelism the hidden states are one rank's share of the first dimension. They are gathered along it,
+  and the backward pass gets the gathered ones.
+- The forward pass returns seven values: the loss; the highest logit and the sum of exponentials of every token over
+  the whole vocabulary (float32; upstream's callers pass both to the backward pass and read neither); the number of
+  tokens that are not ignored (int64, no dimensions); rank and size of the group (0 and 1 without one); and the hidden
   states of all tokens.
 - The backward pass gets the gradient of the loss: per token for "none", else without dimensions. It adds up the
   gradient of the hidden states in float32, sums it over the group in float32, keeps this rank's share of the
   sequence, and only then rounds it to the dtype of the hidden states. The weight gradient has the weight's dtype.
 
-Where this entry is wider than that one: float32 (whose products follow torch's TF32 setting), any sizes, labels of
-any integer dtype, and a gradient of any strides. Where it differs: the highest logit is never raised to 0, which keeps
-sums of exponentials from vanishing; the mean over no token gives gradients of 0, as PyTorch's does, not NaN; a label
-outside the vocabulary leaves the log of the sum as the loss (upstream: the same in a group, undefined without one);
-logits of ignored tokens may overflow, while their hidden states are finite. Where `memory` says that ignored tokens are
-skipped, they have the highest logit 0 and, as their sum of exponentials, the number of ranks, and their hidden states may be
-anything. All ranks of a group must run the same
-entry, so a group may not mix GPU generations.
+This entry accepts more than upstream's: float32 (whose products follow torch's TF32 setting), any sizes, labels of any
+integer dtype, and a gradient of any strides. It differs as follows:
 
-`LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the number of classes of one block of logits, as they do
-upstream. Without them `memory` bounds the memory of a pass. Logits are float32, as upstream's are; those
-that are kept between the passes have the dtype of the hidden states.
+- The highest logit is never raised to 0. Raising it could make sums of exponentials vanish.
+- The mean over no token has gradients of 0, as in PyTorch, not NaN.
+- The loss of a label outside the vocabulary is the log of the sum (upstream: the same in a group, undefined without one).
+- Logits of ignored tokens may overflow, as long as their hidden states are finite.
+- If `memory` lets ignored tokens be skipped, their hidden states may have any values. A skipped token has the highest
+  logit 0, and as its sum of exponentials the number of ranks.
+
+All ranks of a group must run the same entry, so a group may not mix GPU generations.
+
+`LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the number of classes in one block of logits, as they do
+upstream. Without them `memory` limits the memory of a pass. Logits are float32, as upstream's are. Logits that are kept
+between the passes have the dtype of the hidden states.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int
 Gradients = tuple[torch.Tensor, torch.Tensor]
 
 _kept: TensorNotes[KeptLogits] = TensorNotes()
-"""Logits by a forward pass's sums of exponentials, a tensor that goes from upstream's forward to its backward pass as it is."""
+"""Logits of forward passes, by the tensor of their sums of exponentials: upstream passes this same object to the backward pass."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -80,8 +83,8 @@ def forward(
     """Return the loss and the values that the backward pass needs; see the module for shapes and dtypes.
 
     Raises:
-        ValueError: a tensor is not on the one CUDA device, or has a wrong shape, dtype or layout; the reduction is
-            none of the three.
+        ValueError: the tensors are not all on one CUDA device, or one has a wrong shape, dtype or layout; the reduction is
+            none of the three; LCE_FWD_VOCAB_SPLIT_SIZE is no integer.
     """
     _check_devices(hidden=hidden, weight=weight, labels=labels)
     found: Forward = forward_on_any_device(hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel)
@@ -106,8 +109,8 @@ def backward(
     """Return the gradients for this rank's hidden states and for its weight; see the module.
 
     Raises:
-        ValueError: a tensor is not on the one CUDA device; `dlogprobs` has a wrong shape; the reduction is none of
-            the three.
+        ValueError: the tensors are not all on one CUDA device; `dlogprobs` has a wrong shape; the reduction is none of
+            the three; LCE_BWD_VOCAB_SPLIT_SIZE is no integer.
     """
     _check_devices(global_hidden=global_hidden, weight=weight, labels=labels, dlogprobs=dlogprobs)
     found: Gradients = backward_on_any_device(
@@ -138,14 +141,14 @@ def forward_on_any_device(
     ignore_index: int,
     sequence_parallel: bool,
 ) -> Forward:
-    """Do the work of `forward`, on the CPU too where Triton kernels are interpreted."""
+    """Run `forward` without its check of devices, so that it works on a CPU too, if Triton kernels are interpreted."""
     _check_reduction(reduction)
     group = Group.of(tp_group, sequence_parallel=sequence_parallel)
     _check_layout(hidden, weight, labels, gathered=group.ranks if group.scatters else 1)
 
     global_hidden = gather(hidden, group)
     rows, flat_labels = global_hidden.view(-1, hidden.shape[-1]), as_labels(labels)
-    with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 logits
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast would round float32 logits
         found = forward_pass(rows, flat_labels, _layer(weight), Terms(ignore_index=ignore_index), group, _memory("FWD"))
 
     num_valid_tokens = (flat_labels != ignore_index).sum()
@@ -176,7 +179,7 @@ def backward_on_any_device(
     tp_world_size: int,
     sequence_parallel: bool,
 ) -> Gradients:
-    """Do the work of `backward`, on the CPU too where Triton kernels are interpreted."""
+    """Run `backward` without its check of devices, so that it works on a CPU too, if Triton kernels are interpreted."""
     _check_reduction(reduction)
     rows, flat_labels = global_hidden.view(-1, global_hidden.shape[-1]), as_labels(labels)
     expected = tuple(flat_labels.shape) if reduction == "none" else ()
@@ -184,14 +187,14 @@ def backward_on_any_device(
         raise ValueError(f'dlogprobs is {tuple(dlogprobs.shape)}; reduction "{reduction}" needs {expected}')
     gradient = dlogprobs.float()
     if reduction == "mean":
-        gradient = gradient / num_valid_tokens  # by 0 where all tokens are ignored, but those pass nothing on
+        gradient = gradient / num_valid_tokens  # by 0 if all tokens are ignored, and these have no gradient
 
     with torch.autocast(global_hidden.device.type, enabled=False):
         d_hidden, d_weight, _ = backward_pass(
             gradient.expand(flat_labels.shape),
             rows,
             flat_labels,
-            Statistics(maximum, accu, maximum),  # the label's logit is not asked for again
+            Statistics(maximum, accu, maximum),  # the label's logit is not read, so any tensor does
             _layer(weight),
             Terms(ignore_index=ignore_index),
             Group(tp_group, tp_rank, tp_world_size, sequence_parallel),
@@ -204,12 +207,12 @@ def backward_on_any_device(
 
 
 def _layer(weight: torch.Tensor) -> Layer:
-    """Logits in float32, as upstream's kernels have them."""
+    """Return the output layer of a weight, with logits in float32 as in upstream's kernels."""
     return Layer(weight=weight, logits_dtype=torch.float32)
 
 
 def _memory(direction: str) -> Memory:
-    """Return the process-wide choice of memory, with the blocks that upstream's variable asks for."""
+    """Return the process-wide choice of memory, with the block size in upstream's variable for `FWD` or `BWD`, if it is positive."""
     classes = int(os.environ.get(f"LCE_{direction}_VOCAB_SPLIT_SIZE", "0"))
     return replace(process_wide(), block_classes=max(classes, 0))
 
@@ -227,10 +230,16 @@ def _check_reduction(reduction: str) -> None:
 
 
 def _check_layout(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, gathered: int) -> None:
-    """Raise for the shapes, dtypes and strides that upstream's entry rejects, with a message.
+    """Check shapes, dtypes and strides. Upstream's entry has assertions without a message for shapes and strides.
+
+    Args:
+        hidden: this rank's hidden states.
+        weight: this rank's weight.
+        labels: the labels of all tokens.
+        gathered: number of ranks that each hold a share of the tokens.
 
     Raises:
-        ValueError: names the shapes, dtypes or strides that do not fit.
+        ValueError: one does not fit; the text names it.
     """
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
     if (hidden.dim(), weight.dim(), labels.dim()) not in {(2, 2, 1), (3, 2, 2)} or hidden.shape[-1] != weight.shape[1]:

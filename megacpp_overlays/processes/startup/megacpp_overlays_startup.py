@@ -1,7 +1,8 @@
-"""Arms a Python process whose `sitecustomize` is that of opentelemetry-instrument, which imports no other one.
+"""Start-up hook for processes under `opentelemetry-instrument`, whose own `sitecustomize` hides the one in this folder.
 
-It calls the entry points of the group `opentelemetry_pre_instrument`, of which this folder has one, before it instruments
-anything. Only a process that was asked to arm has this folder on its path, see `sitecustomize.py` in this folder.
+OpenTelemetry's `sitecustomize` imports no other one. Before it instruments anything, it calls the entry points of the group
+`opentelemetry_pre_instrument`, and this folder declares `arm` as one. The folder is on the PYTHONPATH of all children of a process
+that asked for it. `sitecustomize.py` decides which of them it arms.
 """
 
 import os
@@ -9,7 +10,10 @@ import sys
 
 
 def arm() -> None:
-    """Run the `sitecustomize.py` of this folder, which arms; under another name it imports no next `sitecustomize`."""
+    """Execute the `sitecustomize.py` of this folder, unless this package is imported already.
+
+    It runs under another `__name__`, so it does not import the next `sitecustomize` on the path.
+    """
     if "megacpp_overlays" in sys.modules:
         return
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sitecustomize.py")
