@@ -8,8 +8,6 @@ The analysis follows definitions, assignments of every kind, loops, `with`, `exc
 walruses in comprehensions, `type` statements, attributes that are set on the object of a name, and names in strings:
 `setattr`, `globals()`, `vars()`, `__dict__`, `sys.modules`. A definition is itself one of the bindings, and its decorators
 are part of its node.
-
-One form is missed: an item of a namespace that a function writes under a constant key, such as `globals()["name"] = other`.
 """
 
 from __future__ import annotations
@@ -235,7 +233,9 @@ class Bindings:
         by_text = isinstance(node.slice, ast.Constant)
         reads = isinstance(node.ctx, ast.Load)
         if reads or by_text:
-            self._followed.add(id(node.value))  # reading binds nothing, and a constant key is visited by itself
+            self._followed.add(id(node.value))  # reading binds nothing, and a constant key is recorded by itself
+        if not reads and isinstance(node.slice, ast.Constant):
+            self._write_item(node.slice, node.value, scope)
         if not reads and (ast.unparse(node.slice) == "__name__" or _is_of_modules(node)):
             self._whole_module.append(node)
         self._push([node.value] if reads and by_text else [node.value, node.slice], scope)
@@ -258,11 +258,18 @@ class Bindings:
         elif isinstance(function, ast.Attribute):
             if _is_name(function.value, "__all__"):
                 below = []
+            if name in _WRITERS and node.args and isinstance(node.args[0], ast.Constant):
+                self._write_item(node.args[0], function.value, scope)
             if name in _READERS:
                 below = [each for each in below if not isinstance(each, ast.Constant)]
             if name in _READERS or (name in _WRITERS and self._visit_update(node, scope)):
                 self._followed.add(id(function.value))
         self._push([function, *below], scope)
+
+    def _write_item(self, key: ast.Constant, table: ast.expr, scope: _Scope) -> None:
+        """Record a constant key that a function writes to a namespace. At module level each constant counts already."""
+        if not scope.at_import and isinstance(key.value, str) and (namespace := _namespace(table)) is not None:
+            self._change(key.value, key, namespace.owner, scope)
 
     def _visit_namespace(self, name: str, node: ast.Call, scope: _Scope) -> None:
         """Record a call that returns a namespace as a dictionary, in which the caller may set any name."""
@@ -387,6 +394,29 @@ def _receiver(change: _Change) -> str | None:
 def _in_order(nodes: Iterable[ast.AST]) -> list[ast.AST]:
     once = {id(node): node for node in nodes}
     return sorted(once.values(), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
+
+
+class _Namespace(NamedTuple):
+    """Dictionary of the attributes of an object."""
+
+    owner: ast.expr | None
+    """The expression of the object; None for the module that the code is in, or for that of a function or frame."""
+
+
+def _namespace(node: ast.expr) -> _Namespace | None:
+    """Return the namespace that an expression is, such as `globals()`, `vars(owner)` or `owner.__dict__`; None for any other."""
+    match node:
+        case ast.Call(func=ast.Name(id="globals") | ast.Attribute(value=ast.Name(id="builtins"), attr="globals")):
+            return _Namespace(None)
+        case ast.Call(
+            func=ast.Name(id="vars") | ast.Attribute(value=ast.Name(id="builtins"), attr="vars"), args=[owner]
+        ):
+            return _Namespace(owner)
+        case ast.Attribute(value=owner, attr="__dict__"):
+            return _Namespace(owner)
+        case ast.Attribute(attr=name) if name in _NAMESPACE_ATTRIBUTES:
+            return _Namespace(None)
+    return None
 
 
 def _means(owner: ast.expr | None, symbol: str) -> bool:

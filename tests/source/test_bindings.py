@@ -100,6 +100,13 @@ sys.modules[__name__].__setattr__("read", other)
 sys.modules[__name__].read = other
 this = sys.modules[__name__]\nthis.read = other
 globals()["read"] = other
+def first():\n    globals()["read"] = other\nfirst()
+def first():\n    globals().setdefault("first", 1), globals().pop("read")\nfirst()
+def first():\n    globals().__setitem__("read", other)\nfirst()
+def first():\n    del globals()["read"]\nfirst()
+def first():\n    vars(sys.modules[__name__])["read"] = other\nfirst()
+def first():\n    sys.modules[__name__].__dict__["read"] = other\nfirst()
+def first():\n    other.__globals__["read"] = other\nfirst()
 globals()["re" + "ad"] = other
 globals().update(read=other)
 globals().update({"read": other})
