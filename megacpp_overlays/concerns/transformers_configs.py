@@ -39,6 +39,8 @@ _MAMBA2 = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotr
 """Types with Mamba-2 layers in addition to attention that is not latent."""
 _GATED_DELTA = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Types with gated delta nets in addition to attention that is not latent."""
+_EXPERTS = frozenset({"gpt_oss", "mixtral"})
+"""Types of `_PLAIN` with a mixture of experts whose name does not say so; without a key they have the number of their class."""
 _COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 """Keys for the number of experts."""
 
@@ -56,7 +58,7 @@ def from_mapping(data: Mapping[str, object], origin: str) -> Configuration:
     text = data.get("text_config")
     inner = text if isinstance(text, Mapping) else data
     kind = inner.get("model_type")
-    decided = _kept_in_words(inner) if isinstance(kind, str) else {}
+    decided = _of_keys(inner) if isinstance(kind, str) else {}
     if isinstance(kind, str) and kind in _PLAIN | _LATENT | _MAMBA2 | _GATED_DELTA and inner is data:
         decided = {**_of_type(kind, inner), **decided}
     return Configuration(origin=origin, vocabulary=Vocabulary.TRANSFORMERS, decided=decided)
@@ -64,7 +66,6 @@ def from_mapping(data: Mapping[str, object], origin: str) -> Configuration:
 
 def _of_type(kind: str, data: Mapping[str, object]) -> dict[str, bool]:
     has_mamba = kind in _MAMBA2
-    experts = [data.get(key) for key in _COUNTS if key in data]
     found = {
         "mla": kind in _LATENT,
         "dsa": kind in _SPARSE,
@@ -77,12 +78,12 @@ def _of_type(kind: str, data: Mapping[str, object]) -> dict[str, bool]:
         found["mamba_mixer"] = False
     if kind in _PLAIN | _LATENT:
         found["hybrid"] = False
-    if kind in _PLAIN and not experts and "moe" not in kind:
-        found["experts"] = False
+    if kind in _PLAIN and "moe" not in kind and not any(key in data for key in _COUNTS):
+        found["experts"] = kind in _EXPERTS
     return found
 
 
-def _kept_in_words(data: Mapping[str, object]) -> dict[str, bool]:
+def _of_keys(data: Mapping[str, object]) -> dict[str, bool]:
     """Return the features that a key turns on."""
     found: dict[str, bool] = {}
     if _is_count(data.get("kv_lora_rank")):

@@ -38,12 +38,6 @@ def is_concerned(session: Session, overlay_id: str) -> bool:
     return known is None or known.is_concerned(overlay_id)
 
 
-def origin(session: Session) -> str:
-    """Return the source of the configuration at start-up; empty if none is known."""
-    known = _at_startup(session)
-    return "" if known is None else known.origin
-
-
 @functools.lru_cache(maxsize=1)
 def _at_startup(session: Session) -> report.Concerns | None:
     configuration = _given(session)

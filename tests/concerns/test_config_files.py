@@ -242,6 +242,16 @@ def test_a_model_of_transformers_decides_its_architecture_and_nothing_of_its_tra
     assert (found["yes"], found["no"]) == (yes, no)
 
 
+@pytest.mark.parametrize(("model", "has_experts"), [("mixtral", True), ("gpt_oss", True), ("llama", False)])
+def test_without_a_number_of_experts_the_type_of_a_model_says_whether_it_has_any(
+    answers: Callable[..., Answers], model: str, has_experts: bool
+) -> None:
+    """By the defaults of the configuration classes of transformers 5.23.0."""
+    found = answers(json.dumps({"model_type": model}), "config.json")
+
+    assert ("experts" in found["yes"], "experts" in found["no"]) == (has_experts, not has_experts)
+
+
 def test_a_model_of_a_type_that_is_not_known_is_ruled_nothing_out(answers: Callable[..., Answers]) -> None:
     found = answers(json.dumps({"model_type": "tomorrow", "kv_lora_rank": 512, "num_experts": 4}), "config.json")
 
