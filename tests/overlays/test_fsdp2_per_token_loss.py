@@ -5,14 +5,12 @@ The case of pack 68 runs on releases, each in a process of its own. Further test
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from placed_seams import assert_self_test, placed, stock
-from places import SUPPORT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
@@ -22,16 +20,12 @@ from megacpp_overlays.overlays.fsdp2_per_token_loss import OVERLAY
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 NEWEST = newest()
-measured = measured_on("68", "0.15.3", NEWEST)
+measured = measured_on("68", "0.15.3", NEWEST, daily=[NEWEST])
 module = stock(TARGET.module)
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
     assert_repaired(measured)
-
-
-def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
-    assert_repaired(megatron_says(NEWEST, SUPPORT / "reproduced.py", "68"))
 
 
 def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> None:

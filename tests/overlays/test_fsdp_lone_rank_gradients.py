@@ -5,13 +5,12 @@ Cases of pack 56 run on releases, each in a process of its own. Further tests ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from placed_seams import placed, without_overlays
-from places import SUPPORT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
@@ -21,15 +20,11 @@ from megacpp_overlays.overlays.fsdp_lone_rank_gradients import OVERLAY, observe
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 NEWEST = newest()
-measured = measured_on("56", "0.16.1", "0.17.1", "0.18.2", NEWEST)
+measured = measured_on("56", "0.16.1", "0.17.1", "0.18.2", NEWEST, daily=[NEWEST])
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
     assert_repaired(measured, may_be_blocked={"hybrid-cpu"})  # which 0.16 cannot be asked
-
-
-def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
-    assert_repaired(megatron_says(NEWEST, SUPPORT / "reproduced.py", "56"))
 
 
 # In this process: which buffers of the newest release become a shard, and how their gradients are scaled

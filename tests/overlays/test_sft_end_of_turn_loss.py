@@ -6,14 +6,12 @@ Further tests read samples of the dataset in this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from placed_seams import assert_self_test, placed, stock
-from places import SUPPORT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on, reproduced_in
 
@@ -24,16 +22,12 @@ from megacpp_overlays.runtime.bare_instances import bare
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 NEWEST, OF_TRANSFORMERS = newest(), "tokenizer-of-transformers-cpu"
-measured = measured_on("67", "0.18.2", NEWEST)
+measured = measured_on("67", "0.18.2", NEWEST, daily=[NEWEST])
 module = stock(TARGET.module)
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
     assert_repaired(measured, may_be_blocked={OF_TRANSFORMERS})
-
-
-def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
-    assert_repaired(megatron_says(NEWEST, SUPPORT / "reproduced.py", "67"), may_be_blocked={OF_TRANSFORMERS})
 
 
 @pytest.mark.full
