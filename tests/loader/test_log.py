@@ -376,8 +376,8 @@ def test_a_python_that_is_newer_than_those_of_the_tests_is_reported_once_on_one_
 
     reported = [line for line in capsys.readouterr().err.splitlines() if "is tested on" in line]
     assert reported == [
-        f"[megacpp_overlays] Python {here} is newer than 3.9, the newest that this package is tested on; what a probe does "
-        "not recognise there is a conflict, and nothing is installed"
+        f"[megacpp_overlays] Python {here} is newer than 3.9, the newest that this package is tested on; if a probe does "
+        "not recognise its syntax, that is a conflict, and nothing is installed"
     ]
 
 

@@ -200,7 +200,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
         ("echo 'no such library' >&2; exit 3", "exit code 3: no such library"),
         ("exit 3", "exit code 3: no output"),
         ("echo no JSON", "it does not list its distributions"),
-        ("sleep 60", "it does not say within 0.3 seconds"),
+        ("sleep 60", "it does not list its distributions within 0.3 seconds"),
     ],
 )
 def test_an_interpreter_that_gives_no_answer_holds_nothing(
