@@ -403,7 +403,9 @@ def test_an_unreadable_value_of_another_rank_is_not_reported_as_a_lost_store(
 
     joined(monkeypatch, _get_default_store=AnsweringMemory)
 
-    with pytest.raises(RanksError, match="rank 0 cannot read what another rank left for it in the AnsweringMemory") as error:
+    with pytest.raises(
+        RanksError, match="rank 0 cannot read what another rank left for it in the AnsweringMemory"
+    ) as error:
         megacpp_overlays.verify_ranks()
 
     assert "look for a rank with another megacpp_overlays" in str(error.value)
