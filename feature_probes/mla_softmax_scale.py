@@ -1,6 +1,6 @@
 """Probe whether Megatron's multi-latent attention ignores `softmax_scale` of its configuration.
 
-Multi-latent attention, and its absorbed variant for sparse attention, divide logits by the root of the head dimension, whatever is configured. The target, `build_module`, builds their core attention.
+Multi-latent attention, and its absorbed variant for sparse attention, always divide logits by the root of the head dimension. The target, `build_module`, builds their core attention.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/3698
 """

@@ -258,11 +258,9 @@ class Bindings:
         elif isinstance(function, ast.Attribute):
             if _is_name(function.value, "__all__"):
                 below = []
-            if name in _WRITERS and node.args and isinstance(node.args[0], ast.Constant):
-                self._write_item(node.args[0], function.value, scope)
             if name in _READERS:
                 below = [each for each in below if not isinstance(each, ast.Constant)]
-            if name in _READERS or (name in _WRITERS and self._visit_update(node, scope)):
+            if name in _READERS or (name in _WRITERS and self._visit_update(node, function.value, scope)):
                 self._followed.add(id(function.value))
         self._push([function, *below], scope)
 
@@ -294,12 +292,14 @@ class Bindings:
                 self._owners[owner.id].append(node)
         return [each for each in (*node.args, *node.keywords) if each is not key]
 
-    def _visit_update(self, node: ast.Call, scope: _Scope) -> bool:
-        """Record the names that this call writes to a dictionary; return whether all of them are constants or keywords."""
+    def _visit_update(self, node: ast.Call, table: ast.expr, scope: _Scope) -> bool:
+        """Record the names that this call writes to a dictionary, its `table`; return whether all of them are constants or keywords."""
         names = node.args[0] if node.args else None
         for keyword in node.keywords:
             self._change(str(keyword.arg), keyword, None, scope)
         by_text = names is None or isinstance(names, ast.Constant)
+        if isinstance(names, ast.Constant):
+            self._write_item(names, table, scope)
         if isinstance(names, ast.Dict):
             keys = [key.value for key in names.keys if isinstance(key, ast.Constant)]
             by_text = len(keys) == len(names.keys)

@@ -34,7 +34,7 @@ NOUNS = {"Blocked", "Finding", "Masked", "Need", "Reading", "Ring", "Ruling", "S
 UNCLEAR = ("what", "whoever", "nobody", "somebody", "told", "beside", "stands")
 """Words for which English of the field has a noun or a verb of its own."""
 MOST_IN_PACKAGE, MOST_IN_TESTS = 150, 170
-"""How often these words may occur: in names, in recorded texts, and where there is no better word."""
+"""Most occurrences of these words: in names, in recorded texts, and where there is no better word."""
 
 
 def modules(*folders: str) -> Iterator[Path]:

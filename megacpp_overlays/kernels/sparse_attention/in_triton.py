@@ -5,7 +5,7 @@ softmax. For a backward pass it also keeps the rounding error of the output, 16 
 weights and gradients of scores again and keep both, rounded to the dtype of the inputs, for a part of the rows; the gradient of
 the query is added up from them. Then each slot gets the gradient of its key from all heads at once, as float16 numbers times a
 power of two of its own. The contributions of the slots of a key are added up in slot order, which a sort finds, so a rerun gives
-the same bits. All buffers have a bound, whatever the number of queries.
+the same bits. The size of all buffers has a bound that does not depend on the number of queries.
 
 Where they were measured (see `measured`), and for CPU tensors in the Triton interpreter.
 """

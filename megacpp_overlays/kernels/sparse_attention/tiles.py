@@ -182,7 +182,7 @@ def score_ring(parts: Parts, heads: int) -> Ring | None:
 
 
 def _largest_ring(parts: Parts, beside: Callable[[int], int]) -> Ring | None:
-    """Return the widest ring of two tiles or more that fits; `beside` gives the other bytes of a program for so many slots."""
+    """Return the widest ring of two tiles or more that fits; `beside` returns the bytes that a program needs besides, by the number of slots."""
     channels = parts.first + max(16, parts.rest)
     for slots in (64, 32):
         if (tiles := (_SHARED - beside(slots)) // (2 * slots * channels)) >= 2:

@@ -22,7 +22,7 @@ from megacpp_overlays.runtime import dynamo
 LONGEST = 32768
 """Numbers of a row that a program takes, 512 threads 64 each; of longer rows it chooses stretch by stretch."""
 MOST_OF_LONG_ROWS = LONGEST // 2
-"""How many the kernel chooses of a longer row: the numbers chosen of two stretches have to fit into one."""
+"""Most values that the kernel chooses of a longer row: the choices of two stretches have to fit into one."""
 
 
 def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torch.Tensor:

@@ -29,7 +29,7 @@ _NUMBERS_OF_A_WARP = 2048
 _GROUP = 16
 """Numbers that follow each other and are counted together."""
 _RANKS_OF_A_WARP = 512
-"""How many ranks a warp holds at a time: 16 a thread, which leaves room for several rows on a multiprocessor."""
+"""Ranks that a warp holds at a time: 16 a thread, which leaves room for several rows on a multiprocessor."""
 
 
 def takes(device: torch.device) -> bool:
