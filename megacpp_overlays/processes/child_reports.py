@@ -82,7 +82,8 @@ class _ReceiptWriter:
         try:
             self.write(folder)
         except OSError as error:
-            logger.warning("%s", _cannot_be_written(folder, error))
+            if folder.is_dir():  # else the parent has removed it in the meantime
+                logger.warning("%s", _cannot_be_written(folder, error))
         except Exception:  # noqa: BLE001 - this runs inside hooks, while upstream is imported
             logger.exception("no receipt in %s", folder)
 

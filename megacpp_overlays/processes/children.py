@@ -11,6 +11,7 @@ The statement of each child is a receipt, see `child_reports`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -178,7 +179,7 @@ class Children:
     def _remove_folder(self) -> None:
         if self._is_fresh and self.folder is not None and os.getpid() == self._pid:
             atexit.unregister(self._remove_folder)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _remove_shared(self.folder)
 
     def receipts(self) -> tuple[Receipt, ...]:
         """Return the newest receipt of every process that gave one, ended ones too, this one left out; by process id.
@@ -224,6 +225,17 @@ class Children:
         if self.folder is None:
             raise ChildrenError("no receipts were asked for: call reach_children(receipts=True), or name a folder")
         return self.folder
+
+
+def _remove_shared(folder: Path) -> None:
+    """Remove a folder that live children may be writing to; a folder that is gone is no error.
+
+    It is renamed first: a child that writes while the files are deleted finds no folder by its name, so it leaves no file
+    that would keep the folder.
+    """
+    with contextlib.suppress(OSError):
+        folder = folder.rename(folder.with_name(f"{folder.name}.closed"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 _handles: list[Children] = []

@@ -466,22 +466,25 @@ def test_a_child_that_may_not_write_receipts_works_on_and_says_so_while_who_asks
     assert "name a folder that this process may write, or unset it" in done.stderr
 
 
-def test_a_child_does_not_bring_back_the_folder_of_a_handle_that_was_closed(
-    env: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("when", ["after", "during"])
+def test_the_folder_of_a_closed_handle_stays_removed_when_a_child_writes_its_receipt(
+    env: dict[str, str], tmp_path: Path, when: str
 ) -> None:
+    """The child writes after the folder was removed, or when its files are deleted and the folder itself is next."""
     launcher = tmp_path / "closes.py"
     launcher.write_text(CLOSES)
 
-    done = launch(str(launcher), env=env)
+    done = launch(str(launcher), when, env=env)
 
     assert done.returncode == 0, done.stderr
-    assert said(done) == {"gave": True, "came_back": False}
+    assert said(done) == {"gave": True, "left": [], "wrote": 1}
+    assert "RECEIPTS" not in done.stderr, "a folder that the parent removed is no fault to report"
 
 
 # --- receipts -------------------------------------------------------------------------------------------------
 
 CLOSES = """
-import json, multiprocessing, os
+import glob, json, multiprocessing, os, sys
 import megacpp_overlays
 
 def wait(pipe):
@@ -495,11 +498,26 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=wait, args=(there,))
     child.start()
     gave, folder = len(handle.demand([child], timeout=3600)) == 1, handle.folder
+    wrote = []
+
+    def child_writes():
+        if not wrote:
+            here.send("go on")
+            wrote.append(here.recv())
+
+    remove = os.rmdir
+
+    def child_writes_first(*arguments, **options):
+        child_writes()
+        return remove(*arguments, **options)
+
+    if sys.argv[1] == "during":
+        os.rmdir = child_writes_first
     handle.close()
-    here.send("go on")
-    here.recv()
+    os.rmdir = remove
+    child_writes()
     child.join()
-    print(json.dumps({"gave": gave, "came_back": os.path.exists(folder)}))
+    print(json.dumps({"gave": gave, "left": glob.glob(f"{folder}*"), "wrote": len(wrote)}))
 """
 
 RECEIPTS = """
