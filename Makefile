@@ -114,7 +114,7 @@ new-user: .venv/.ready ## ask four questions in a fresh environment as a new use
 	@$(BIN)/python -W ignore proof/new_user.py --lock locks/summer-2026.txt --json proof/results/new-user.json --write proof/results/new-user.md
 
 .PHONY: held-out
-held-out: .envs/mamba3-pinned/.ready wheels ## edit upstream in ways that nothing was told of, and judge what is decided: MEGATRON_LM=CHECKOUT has the branches; writes proof/results/held-out-edits.md
+held-out: .envs/mamba3-pinned/.ready wheels ## edit upstream in ways that no probe was written for, and judge the decisions: MEGATRON_LM=CHECKOUT has the branches; writes proof/results/held-out-edits.md
 	@.envs/mamba3-pinned/bin/python -W ignore proof/held_out/run.py $(if $(MEGATRON_LM),--megatron-lm $(MEGATRON_LM)) \
 	    --json proof/results/held-out-edits.json --write proof/results/held-out-edits.md
 
