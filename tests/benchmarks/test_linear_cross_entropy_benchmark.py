@@ -204,7 +204,7 @@ def test_the_logits_kept_have_to_be_as_right_as_the_rest(found: dict[str, Any]) 
     ]
 
 
-def test_nobody_is_asked_for_more_than_the_dtype_of_a_gradient_holds(found: dict[str, Any]) -> None:
+def test_a_goal_beyond_the_dtype_of_a_gradient_is_out_of_reach(found: dict[str, Any]) -> None:
     rows = found["accuracy"][0]["none"]["zipf"]
     rows["float64, rounded to bfloat16"] = {**right(2.4e-3), "right": True}
     del rows["float64, rounded to bfloat16"]["errors"]["weight from plain"]
@@ -394,9 +394,7 @@ def test_wheels_are_unpacked_where_the_benchmark_looks_for_them_those_in_pieces_
     assert "quack: no wheel" in said
 
 
-def test_a_race_that_is_over_is_kept_whatever_becomes_of_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_race_is_kept_when_the_next_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     run = importlib.import_module("linear_cross_entropy.run")
 

@@ -114,7 +114,7 @@ def test_chosen_keys_without_a_shape_have_a_sheet() -> None:
     assert any("No shape was timed" in each for each in words)
 
 
-def test_progress_says_what_begins_which_of_how_many_and_since_when(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_names_the_measurement_its_number_and_the_time_so_far(capfd: pytest.CaptureFixture[str]) -> None:
     from progress import Progress
 
     seen = [(step, capfd.readouterr().err) for step in Progress().each([("one", 1), ("two", 2)])]

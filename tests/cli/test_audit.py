@@ -127,7 +127,7 @@ def test_an_audit_matches_its_own_json(
     ],
     ids=["another decision", "an overlay that is gone", "a new one that changes something"],
 )
-def test_what_is_not_as_it_was_kept_is_named(
+def test_a_difference_from_the_kept_audit_is_named(
     upstream: Upstream,
     arm: Callable[..., None],
     kept: Callable[..., Path],
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_audit_is_wrong_usage(
     assert f"--expect {path} " in capsys.readouterr().err
 
 
-def test_a_conflict_comes_before_what_was_asked_for(
+def test_a_conflict_comes_before_a_requirement(
     upstream: Upstream, arm: Callable[..., None], kept: Callable[..., Path]
 ) -> None:
     upstream.write(UNKNOWN)
@@ -242,7 +242,7 @@ def test_one_overlay_in_conflict_fails(upstream: Upstream, arm: Callable[..., No
 
 
 @pytest.mark.parametrize("option", ["--json", "-v", "--require=double-fix=active"])
-def test_an_id_stands_alone(
+def test_an_id_excludes_other_options(
     upstream: Upstream, arm: Callable[..., None], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm(upstream.overlay())

@@ -85,7 +85,7 @@ def test_streaming_is_as_close_as_float32_sums_are(
 
 
 @pytest.mark.parametrize("kind", VALID)
-def test_validity_is_what_its_parts_say(kind: str) -> None:
+def test_validity_is_the_conjunction_of_its_parts(kind: str) -> None:
     queries, keys, batch, *_ = SMALL
     valid = valid_of(kind, queries, keys, batch)
     found = validity(queries, keys, *(valid.get(name) for name in NAMES))
@@ -191,7 +191,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_belong_together_is_refused(wrong: str) -> None:
+def test_inconsistent_arguments_are_refused(wrong: str) -> None:
     query, key = inputs(6, *SMALL)
     given = {"query": query, "key": key, "scale": 0.3, **valid_of("causal", *SMALL[:3]), **WRONG[wrong]}
 
@@ -270,7 +270,7 @@ def programs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", COMPILED)
-def test_a_device_can_run_what_is_taken_there(programs: dict[str, Any], case: str) -> None:
+def test_kernels_fit_the_devices_they_are_chosen_for(programs: dict[str, Any], case: str) -> None:
     device, needs = DEVICES[COMPILED[case]], programs[case]
 
     assert [each["kernel"] for each in needs] == ["row_sums", "sum_tiles"] * 3

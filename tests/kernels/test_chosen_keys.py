@@ -167,7 +167,7 @@ WRONG: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_belong_together_is_refused(wrong: str) -> None:
+def test_inconsistent_arguments_are_refused(wrong: str) -> None:
     made = inputs(SMALL)
     indices, _ = chosen_keys.choose(made.q, made.weights, made.k, 4, made.starts, made.ends)
 
@@ -238,7 +238,7 @@ def test_the_interpreter_takes_the_kernels(facts: dict[str, Any]) -> None:
     assert {way for found in facts.values() for way in found["ways"]} == {"in_triton"}
 
 
-def test_kernels_choose_and_compare_what_the_truth_does(facts: dict[str, Any]) -> None:
+def test_kernels_agree_with_float64_in_choice_and_comparison(facts: dict[str, Any]) -> None:
     for name, found in facts.items():
         assert found["indices"], name
         assert found["sees nothing"], name

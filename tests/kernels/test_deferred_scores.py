@@ -42,7 +42,7 @@ def test_operations_are_those_of_the_numbers_which_are_computed_once() -> None:
     assert compute.calls == 1
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_scores_are_read_again() -> None:
     compute = CountedNumbers()
     made = DeferredScores((2, 3, 4), torch.device("cpu"), compute)
 

@@ -90,7 +90,7 @@ def of_triton(given: list[Any], number: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("descriptors", [True, False])
-def test_a_launcher_gets_what_triton_gives_it(descriptors: bool) -> None:
+def test_a_launcher_gets_the_arguments_that_triton_passes(descriptors: bool) -> None:
     recorder = Recorder()
     given = [each if descriptors or not isinstance(each, TensorDescriptor) else 6 for each in values()]
     compiled = CompiledProgram(launcher(given, recorder))
@@ -134,7 +134,7 @@ def other(obstacle: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("obstacle", ["layout", "wrapped", "scratch", "attributes", "profiler", "hook"])
-def test_triton_launches_where_it_is_made_in_another_way_or_somebody_listens(
+def test_triton_launches_if_its_launcher_differs_or_a_hook_is_set(
     obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, given = Recorder(), values()

@@ -231,7 +231,7 @@ class Memory(TorchDispatchMode):
 @pytest.mark.parametrize("use_relu", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_beside_the_results_only_keys_and_a_few_blocks_are_held(dtype: torch.dtype, rows: int, use_relu: bool) -> None:
+def test_memory_is_that_of_results_keys_and_a_few_blocks(dtype: torch.dtype, rows: int, use_relu: bool) -> None:
     queries, keys, batch, heads, dim = 40, 64, 2, 8, 4
     q, weights, k, grad = random(5, queries, keys, batch, heads, dim, dtype=dtype)
     block = batch * rows * keys
@@ -249,12 +249,12 @@ def test_beside_the_results_only_keys_and_a_few_blocks_are_held(dtype: torch.dty
     assert backward.peak <= 4 * (q.numel() + weights.numel() + 3 * of_keys + 3 * block + few)
 
 
-def test_the_blocks_are_small_beside_a_score_matrix_worth_streaming() -> None:
+def test_blocks_are_small_compared_with_a_streamed_score_matrix() -> None:
     assert 4 * streaming._BLOCK_ELEMENTS <= 16 * 2**20
 
 
 @pytest.mark.parametrize("use_relu", [True, False])
-def test_a_nan_reaches_what_it_would_reach_upstream(use_relu: bool) -> None:
+def test_a_nan_reaches_the_same_results_as_upstream(use_relu: bool) -> None:
     q, k = torch.ones(3, 1, 2, 4), -torch.ones(5, 1, 4)  # every product is negative, every gate closed
     weights, grad = torch.ones(3, 1, 2), torch.zeros(1, 3, 5)
     spoilt_q, spoilt_grad = q.clone(), grad.clone()
@@ -402,7 +402,7 @@ def test_pytorch_s_own_checks_of_an_operator_pass(layout: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_compiler_is_told_the_shapes_dtypes_and_strides_that_come(layout: str, dtype: torch.dtype) -> None:
+def test_shapes_dtypes_and_strides_of_meta_tensors_are_those_of_results(layout: str, dtype: torch.dtype) -> None:
     q, weights, k, grad = random(8, 6, 7, 2, 3, 8, dtype=dtype)
     q, weights, k = lay_out(layout, q, weights, k)
     real = (index_scores.scores(q, weights, k), *index_scores.gradients(grad, q, weights, k))
@@ -572,7 +572,9 @@ def programs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", COMPILED)
-def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs: dict[str, Any], case: str) -> None:
+def test_kernels_fit_the_devices_they_are_chosen_for(
+    way: Callable[..., str], programs: dict[str, Any], case: str
+) -> None:
     device = DEVICES[COMPILED[case]]
     architecture, _, dim = case.partition(":")
     assert int(architecture) == 10 * device.major + device.minor
@@ -632,7 +634,7 @@ def test_kernels_take_every_magnitude(facts: dict[str, Any]) -> None:
     assert {name: bad for name, bad in facts["magnitudes"].items() if bad} == {}
 
 
-def test_a_small_gradient_beside_a_large_one_is_not_lost(facts: dict[str, Any]) -> None:
+def test_a_small_gradient_next_to_a_large_one_is_not_lost(facts: dict[str, Any]) -> None:
     assert facts["small_beside_large"] < 2**-7
 
 
@@ -646,7 +648,7 @@ def test_queries_lose_no_digit_to_a_larger_gradient_in_another_tile(facts: dict[
     assert facts["same_digits_beside_a_large_tile"][tile] == [True, True]
 
 
-def test_what_keys_have_in_common_cancels(facts: dict[str, Any]) -> None:
+def test_the_common_part_of_keys_cancels(facts: dict[str, Any]) -> None:
     assert len(facts["cancellation"]) == 4
     assert {case: times for case, times in facts["cancellation"].items() if times > 1.1} == {}
 

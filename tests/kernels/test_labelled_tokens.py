@@ -148,7 +148,7 @@ def test_a_second_backward_pass_skips_others_than_the_first(memory: Memory) -> N
 
 @pytest.mark.parametrize("masked", ["compute", "skip"])
 @pytest.mark.parametrize("logits", ["recompute", "keep"])
-def test_a_backward_pass_may_compute_what_its_forward_pass_skipped(logits: str, masked: str) -> None:
+def test_a_backward_pass_may_compute_tokens_that_its_forward_pass_skipped(logits: str, masked: str) -> None:
     """As it has to where a result cannot be the end of such products; logits that were kept are then not used."""
     inputs = labelled(draw(TOKENS, 5, 11), 17)
     layer, forward_memory = Layer(weight=inputs.weight), Memory(logits=logits, block_classes=4, masked="skip")
@@ -226,7 +226,7 @@ def test_an_evaluation_skips_them_too() -> None:
     assert shapes == [(17, 3), (17, 4), (17, 4)]
 
 
-def test_what_has_no_products_that_end_after_some_rows_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tokens_are_computed_without_products_of_selected_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, parallel
 
     for module in (parallel, block_sizes):
@@ -257,7 +257,7 @@ def rows_of(inputs: Inputs, memory: Memory) -> tuple[int, int]:
         (0.8, 1.0, (300, 300)),
     ],
 )
-def test_by_itself_a_process_looks_once_and_each_pass_skips_what_is_worth_it(
+def test_auto_looks_at_masks_once_and_skips_tokens_if_it_pays(
     labels: float, gradients: float, later: tuple[int, int]
 ) -> None:
     inputs = draw(300, 5, 11)

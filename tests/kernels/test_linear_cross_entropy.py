@@ -167,7 +167,7 @@ def test_hidden_states_may_have_a_batch_dimension(reduction: str, memory: Memory
 @pytest.mark.unmeasured
 @settings(deadline=None)
 @given(needs=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any), logits=st.sampled_from(WAYS))
-def test_only_what_wants_a_gradient_gets_one(needs: tuple[bool, bool, bool], logits: Memory) -> None:
+def test_only_tensors_that_require_a_gradient_get_one(needs: tuple[bool, bool, bool], logits: Memory) -> None:
     inputs = draw(6, 3, 9, bias=True)
     true = truth(inputs)
     leaves = leaves_of(inputs)
@@ -180,7 +180,7 @@ def test_only_what_wants_a_gradient_gets_one(needs: tuple[bool, bool, bool], log
         close(leaf.grad, true[name] if wanted else None)
 
 
-def test_a_loss_of_what_wants_no_gradient_has_none() -> None:
+def test_a_loss_of_constants_requires_no_gradient() -> None:
     assert not call(draw(6, 3, 8, bias=True)).requires_grad
 
 
@@ -260,7 +260,7 @@ def test_classes_that_pad_a_vocabulary_can_be_switched_off_by_an_infinite_bias(m
         assert not seen[name][8:].any()
 
 
-def test_tokens_that_ask_for_nothing_give_nothing_whatever_their_logits_are() -> None:
+def test_tokens_with_a_gradient_of_zero_contribute_nothing_with_infinite_logits() -> None:
     """PyTorch gives NaN: 0 times an infinite slope."""
     inputs = draw(6, 3, 8)
     inputs.hidden = inputs.hidden.clone()
@@ -353,9 +353,7 @@ def test_a_mean_adds_up_class_weights_of_half_precision_in_float32(dtype: torch.
 
 @pytest.mark.parametrize("memory", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_losses_are_float32_and_gradients_have_the_dtype_of_what_they_are_for(
-    dtype: torch.dtype, memory: Memory
-) -> None:
+def test_losses_are_float32_and_gradients_have_the_dtype_of_their_tensors(dtype: torch.dtype, memory: Memory) -> None:
     inputs = draw(8, 4, 16, dtype=dtype, bias=True)
     assert inputs.bias is not None
     inputs.bias = inputs.bias.float()
@@ -462,7 +460,7 @@ def test_the_weight_gradient_of_each_micro_batch_is_added_to_main_grad(memory: M
     close(main_grad, expected, 1e-5 if dtype == torch.float32 else 0.03)
 
 
-def test_what_is_added_to_main_grad_is_not_rounded_to_the_dtype_of_the_weight() -> None:
+def test_main_grad_is_summed_without_rounding_to_the_dtype_of_the_weight() -> None:
     inputs = draw(9, 4, 11, dtype=torch.bfloat16)
     leaves_of(inputs)
     main_grad = torch.zeros(11, 4)
@@ -549,7 +547,7 @@ def test_a_frozen_leaf_saves_its_product() -> None:
 
 
 @pytest.mark.parametrize("who", ["no leaf wants a gradient", "gradients are off", "inference mode"])
-def test_logits_are_not_kept_where_nobody_will_come_back_for_them(who: str) -> None:
+def test_logits_are_not_kept_without_a_backward_pass(who: str) -> None:
     inputs = draw(6, 4, 9)
     leaves_of(inputs)["weight"].requires_grad_(who != "no leaf wants a gradient")
     inputs.hidden.requires_grad_(who != "no leaf wants a gradient")
@@ -720,14 +718,14 @@ def fitting() -> dict[str, Any]:
         ({"reduction": "batchmean"}, 'reduction is \'batchmean\'; it is one of "none", "sum", "mean"'),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(changed: dict[str, Any], reason: str) -> None:
+def test_inconsistent_arguments_are_refused_with_the_reason(changed: dict[str, Any], reason: str) -> None:
     given_ = {**fitting(), **changed}
 
     with pytest.raises(ValueError, match=reason):
         linear_cross_entropy(**given_)
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_consistent_arguments_are_accepted() -> None:
     assert linear_cross_entropy(**fitting()) == pytest.approx(torch.tensor(5.0).log().item())
 
 

@@ -78,13 +78,13 @@ def test_without_variables_256_mib_are_used_to_compute_logits_again_of_tokens_th
     assert Memory() == Memory(extra_mib=256, logits=Logits.RECOMPUTE, masked=Masked.AUTO)
 
 
-def test_variables_say_how_much_and_what_becomes_of_logits_and_masked_tokens(says: Callable[..., Any]) -> None:
+def test_variables_set_the_memory_and_the_handling_of_logits_and_masked_tokens(says: Callable[..., Any]) -> None:
     done = says(MEGACPP_LINEAR_CE_MEMORY_MIB="512", MEGACPP_LINEAR_CE_LOGITS="Keep", MEGACPP_LINEAR_CE_MASKED="compute")
 
     assert done.stdout == "512 keep compute True\n"
 
 
-def test_a_variable_that_is_set_after_the_import_is_told_to_come_too_late(says: Callable[..., Any]) -> None:
+def test_a_variable_set_after_the_import_is_ignored_with_a_warning(says: Callable[..., Any]) -> None:
     """Such a value was never checked, and ranks have not compared it."""
     code = f"""
 import os, megacpp_overlays
@@ -131,7 +131,7 @@ SIZES = {
 
 @settings(deadline=None)
 @given(**SIZES, taken=st.integers(0, 2**33))
-def test_a_block_stays_within_what_is_left_or_gets_a_quarter_where_that_is_next_to_nothing(
+def test_a_block_stays_within_the_remaining_budget_or_gets_a_quarter_of_all(
     tokens: int, element: int, classes: int, extra_mib: int, taken: int
 ) -> None:
     step = Memory(extra_mib).classes_with(tokens * element, taken, classes)
@@ -191,7 +191,7 @@ def test_the_default_at_the_size_of_a_model() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("masked", list(Masked))
-def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
+def test_a_block_leaves_room_for_the_sum_and_a_copy_of_selected_tokens(
     masked: Masked, sizes: tuple[int, int, int], copied: bool
 ) -> None:
     """Where the copy leaves no room, products take rows from where they are."""
@@ -224,7 +224,7 @@ def test_a_rank_of_a_group_stays_within_its_memory_with_one_block_and_with_sever
     assert block_sizes.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
 
 
-def test_a_block_whose_classes_are_given_has_a_copy_beside_it_whatever_that_takes() -> None:
+def test_a_block_of_given_classes_has_a_copy_of_any_size() -> None:
     hidden, weight = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="meta") for rows in (65536, 131072))
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
 
@@ -328,7 +328,7 @@ def test_rows_of_logits_begin_at_multiples_of_64_elements(classes: int) -> None:
 
 
 @pytest.mark.parametrize(("logits", "keeps"), [("recompute", False), ("keep", True), ("auto", False)])
-def test_a_host_keeps_logits_only_if_told_to(logits: str, keeps: bool) -> None:
+def test_a_host_keeps_logits_only_by_setting(logits: str, keeps: bool) -> None:
     assert Memory(logits=logits).keeps(1, 1, 4, CPU) is keeps
 
 
@@ -346,7 +346,7 @@ def test_logits_that_a_block_has_room_for_are_one_block(
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_what_is_found_at_the_first_call_holds_for_every_later_one(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_finding_of_the_first_call_holds_for_all_later_calls(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that keeps its logits and a step that does not differ in their last bits, and in their time."""
     answers: list[int] = []
 
@@ -388,7 +388,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_captured_step_does_what_the_steps_before_it_did(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_repeats_the_decision_of_earlier_steps(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cross_entropy_memory, "_has_room", lambda wanted, device: room)
     automatic, device = Memory(logits="auto"), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -408,7 +408,7 @@ def alive(count: int, tokens: int = 1000) -> torch.Tensor:
 
 @pytest.mark.parametrize(("masked", "skips"), [("compute", False), ("skip", True)])
 @pytest.mark.parametrize("count", [0, 1, 1000])
-def test_a_way_that_is_named_is_gone_whatever_the_masks_are(masked: str, skips: bool, count: int) -> None:
+def test_a_setting_decides_for_all_masks(masked: str, skips: bool, count: int) -> None:
     memory = Memory(masked=masked)
 
     assert memory.skips(alive(count), alive(count)) is skips
@@ -498,7 +498,7 @@ def test_threads_of_several_devices_settle_one_thing_once(monkeypatch: pytest.Mo
     assert answers == [memory.settled.skips] * 2
 
 
-def test_copies_of_a_choice_share_what_it_found_and_others_do_not() -> None:
+def test_copies_of_a_choice_share_its_findings_and_others_do_not() -> None:
     """The entry for Megatron copies the choice of the process at each call."""
     memory = Memory()
     copy = replace(memory, block_classes=5)

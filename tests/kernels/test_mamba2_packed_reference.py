@@ -69,14 +69,14 @@ def recurrence(given: Inputs) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("wide_d", [False, True])
-def test_one_document_is_what_the_recurrence_says(tokens: int, groups: int, wide_d: bool) -> None:
+def test_one_document_follows_the_recurrence(tokens: int, groups: int, wide_d: bool) -> None:
     given = Inputs(tokens, groups=groups, wide_d=wide_d)
 
     torch.testing.assert_close(given.scan(), recurrence(given), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", [(4, 5), (1, 1, 7), (9,)])
-def test_documents_of_a_row_are_what_each_is_alone(lengths: tuple[int, ...]) -> None:
+def test_documents_of_a_row_give_the_results_of_each_alone(lengths: tuple[int, ...]) -> None:
     given = Inputs(9, groups=2, wide_d=False)
     seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
@@ -112,7 +112,7 @@ for wrong in ((x, weight, bias, seq_idx, x, None, True), (x, weight, bias, seq_i
 """
 
 
-def test_what_stands_for_causal_conv1d_answers_as_it_does_and_refuses_the_rest() -> None:
+def test_the_stand_in_for_causal_conv1d_gives_its_results_and_refuses_other_calls() -> None:
     done: Any = subprocess.run(
         [sys.executable, "-c", PROVIDED], capture_output=True, text=True, check=False, timeout=HANG_S
     )

@@ -29,7 +29,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     measured._is_measured_gpu.cache_clear()
 
 
-def test_what_was_measured_is_served_and_so_is_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_devices_and_the_cpu_are_served(caplog: pytest.LogCaptureFixture) -> None:
     assert not measured.declines(CUDA, "we", "others do")
     assert not measured.declines(torch.device("cpu"), "we", "others do")
     assert not caplog.records

@@ -120,7 +120,7 @@ def test_nothing_is_asked_of_the_device() -> None:
         ),
     ],
 )
-def test_what_does_not_belong_together_is_named(changes: dict[str, Any], says: str) -> None:
+def test_inconsistent_arguments_are_named(changes: dict[str, Any], says: str) -> None:
     made = row([(3, 4)], 0, torch.int32) | changes
 
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is tested below

@@ -161,7 +161,7 @@ def test_other_ranks_get_the_whole_gradient_of_hidden_states_before_the_last_pro
     torch.testing.assert_close(gradients.of_weight.double(), true["weight"].double())
 
 
-def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
+def test_kept_logits_of_few_tokens_are_not_computed_again() -> None:
     from computed_products import products
 
     inputs = labelled(100)
@@ -176,7 +176,7 @@ def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
     assert logits["all that have room"] == 100 * (2 * CLASSES - 3 * CLASS_ALIGNMENT)
 
 
-def test_triton_finds_what_float64_does(grid_size: str) -> None:
+def test_triton_agrees_with_float64(grid_size: str) -> None:
     pytest.importorskip("triton")
     facts = kept_answers.answer("panel_facts.py", grid_size, TRITON_INTERPRET="1")
 

@@ -50,7 +50,7 @@ def small(**changes: Any) -> dict[str, Any]:
 # Dequantization.
 
 
-def test_each_bit_pattern_stands_for_its_number() -> None:
+def test_each_bit_pattern_is_decoded_to_its_number() -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     fraction, power = (bits & 7).double(), ((bits >> 3) & 15).double()
     numbers = torch.where(power > 0, (1 + fraction / 8) * 2 ** (power - 7), fraction / 8 * 2.0**-6)
@@ -198,7 +198,7 @@ def test_a_query_learns_where_keys_do_not() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # opcheck of torch 2.15 asks for it
-def test_operators_keep_what_torch_asks_of_them() -> None:
+def test_operators_pass_the_checks_of_torch() -> None:
     given = inputs(SMALL)["given"]
     keys, learner = given.pop("key"), torch.zeros(6, 2, 1, 8, requires_grad=True)
     leaves = [given.pop("query").requires_grad_(), keys.data.view(torch.uint8)]
@@ -268,7 +268,7 @@ def test_torch_compile_sees_one_graph() -> None:
         ({"gradient_for": torch.zeros(6, 2, 1, 8, device="meta")}, ValueError, "on one device, not on cpu and meta"),
     ],
 )
-def test_what_does_not_belong_together_is_named(changes: dict[str, Any], kind: type[Exception], says: str) -> None:
+def test_inconsistent_arguments_are_named(changes: dict[str, Any], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind) as error:
         function.attend(**small(**changes))
 

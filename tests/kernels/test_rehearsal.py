@@ -80,7 +80,7 @@ def test_nothing_of_the_module_is_changed() -> None:
         ),
     ],
 )
-def test_what_upstream_does_beside_the_entry_is_seen(edits: tuple[tuple[str, str], ...], seen: str) -> None:
+def test_changes_by_upstream_around_the_entry_are_seen(edits: tuple[tuple[str, str], ...], seen: str) -> None:
     assert f"{seen} is not that of the logits" in rehearsed(upstream(*edits))
 
 

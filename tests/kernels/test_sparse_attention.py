@@ -104,7 +104,7 @@ def test_of_a_row_that_one_key_has_to_itself_no_score_has_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("learns", "enabled"), [((), True), (("query",), False), (("query",), True), (("key",), True), (("sink",), True)]
 )
-def test_what_only_a_backward_pass_reads_is_kept_for_one_alone(learns: tuple[str, ...], enabled: bool) -> None:
+def test_statistics_are_kept_only_for_a_backward_pass(learns: tuple[str, ...], enabled: bool) -> None:
     made = inputs(Entry(3, 1, 2, 16, 8, 4, 16, sink=True, dtype=torch.float32))["given"]
     for name in learns:
         made[name].requires_grad_()
@@ -115,7 +115,7 @@ def test_what_only_a_backward_pass_reads_is_kept_for_one_alone(learns: tuple[str
     assert called.call_args.args[-1] is (enabled and bool(learns))
 
 
-def test_a_key_that_is_chosen_twice_counts_twice_and_what_is_no_key_does_not_count() -> None:
+def test_a_key_chosen_twice_counts_twice_and_an_index_of_no_key_does_not_count() -> None:
     query, key = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 1, 2, 4), (3, 1, 1, 4)))
 
     twice, _ = function.attend(query, key, torch.tensor([[[1, 1, 2]]]), 1.0, 4)
@@ -207,7 +207,7 @@ def test_kernels_round_peaked_attention_no_more_than_pytorch_does(interpreted: d
         assert error <= max(1.1 * interpreted[name]["PyTorch"][tensor], 3e-7), tensor
 
 
-def test_kernels_keep_what_rounding_took_where_a_gradient_is_wanted(interpreted: dict[str, Any]) -> None:
+def test_kernels_keep_rounding_errors_if_a_gradient_is_required(interpreted: dict[str, Any]) -> None:
     numbers = interpreted["a third result"]
 
     assert numbers["kept"] == numbers["outputs"] > 0
@@ -230,7 +230,7 @@ def test_kernels_read_quantized_keys_as_the_numbers_that_they_stand_for(interpre
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # opcheck of torch 2.15 asks for it
-def test_operators_keep_what_torch_asks_of_them() -> None:
+def test_operators_pass_the_checks_of_torch() -> None:
     made = inputs(Entry(3, 2, 2, 8, 6, 4, 5, sink=True, bias=True, dtype=torch.float32))["given"]
     arguments = [
         each.requires_grad_() if isinstance(each, torch.Tensor) and name in {"query", "key", "sink"} else each
@@ -272,7 +272,7 @@ def test_torch_compile_sees_one_graph() -> None:
         ({"sink": torch.zeros(2, device="meta")}, "all tensors must be on one device, not on cpu and meta"),
     ],
 )
-def test_what_does_not_belong_together_is_named(changes: dict[str, Any], says: str) -> None:
+def test_inconsistent_arguments_are_named(changes: dict[str, Any], says: str) -> None:
     made = inputs(Entry(3, 2, 2, 8, 6, 4, 5, dtype=torch.float32))["given"] | changes
 
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is tested below

@@ -55,7 +55,7 @@ def test_the_definition_by_examples() -> None:
     dtype=st.sampled_from([*DTYPES, torch.float64]),
     marked=st.booleans(),
 )  # fmt: skip
-def test_what_is_chosen_is_the_definition(table: Any, part: float, dtype: torch.dtype, marked: bool) -> None:
+def test_the_choice_follows_the_definition(table: Any, part: float, dtype: torch.dtype, marked: bool) -> None:
     scores = torch.tensor(table, dtype=torch.float64).to(dtype)
     k = round(part * scores.size(-1))
 
@@ -115,7 +115,7 @@ def test_whole_numbers_are_taken_too(dtype: torch.dtype) -> None:
     ],
     ids=["no axis", "more than a row has", "less than none", "complex", "flags"],
 )
-def test_what_has_no_k_largest_is_refused(scores: Any, k: int) -> None:
+def test_scores_without_k_largest_are_refused(scores: Any, k: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         top_k.choose(scores, k)
 
@@ -210,7 +210,7 @@ CASES = [f"{keys}:{marked}" for keys in (1, 100, 4096, 8192, 16384, 32767, 32768
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hopper_can_run_what_is_taken_there(programs: dict[str, Any], case: str) -> None:
+def test_kernels_for_hopper_fit_it(programs: dict[str, Any], case: str) -> None:
     keys, marked = map(int, case.split(":"))
     launches = (
         1 if keys <= top_k.LONGEST else 3
@@ -242,7 +242,7 @@ def test_the_kernel_is_right_about(facts: dict[str, Any], aspect: str) -> None:
     assert [name for name, is_right in facts[aspect].items() if not is_right] == []
 
 
-def test_the_cases_have_what_they_are_named_for() -> None:
+def test_each_case_has_the_property_in_its_name() -> None:
     for kind in KINDS:
         scores = rows(kind, 4, 40)
         assert (scores.isnan().any(), (scores == -torch.inf).any()) == (

@@ -100,7 +100,7 @@ def test_in_half_precision_too_and_where_a_weight_gradient_is_added(count: int, 
 
 
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
-def test_where_nothing_is_masked_it_is_what_computing_all_gives(dtype: torch.dtype) -> None:
+def test_without_a_mask_the_result_is_that_of_computing_all_tokens(dtype: torch.dtype) -> None:
     inputs = labelled(TOKENS, dtype=dtype, bias=True)
     memory = memory_of(dtype)
 
@@ -197,7 +197,7 @@ def test_the_entry_for_megatron_goes_both_ways_too(count: int, less: int, monkey
     ],
     ids=["all", "all with a label, and not all with a gradient", "some"],
 )
-def test_a_backward_pass_computes_what_did_not_stay(count: int, less: int, logits: dict[int, int]) -> None:
+def test_a_backward_pass_computes_logits_that_were_not_kept(count: int, less: int, logits: dict[int, int]) -> None:
     inputs = labelled(count)
     inputs.arriving = torch.where(torch.arange(TOKENS) < less, 0.0, inputs.arriving)
 

@@ -86,7 +86,7 @@ def test_blocks_add_up_to_log_sum_exp_label_and_spread_and_give_their_gradient(
     torch.testing.assert_close(seen["gradient"], torch.autograd.grad(total, leaf)[0])
 
 
-def test_a_token_without_coefficients_has_no_gradient_whatever_its_logits_are() -> None:
+def test_a_token_without_coefficients_has_no_gradient_with_infinite_logits() -> None:
     logits = torch.tensor([[float("nan"), float("inf")], [1.0, 1.0]])
     zeros, ones = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0])
     coefficients = Coefficients(torch.tensor([float("nan"), 1.0]), ones, zeros, zeros)
@@ -137,7 +137,7 @@ def test_losses_of_tokens_that_count_are_the_log_of_the_sum_less_the_label() -> 
     assert losses.tolist() == [0.5, -3.0, 0.0]
 
 
-def test_what_arrives_at_an_ignored_token_is_not_looked_at() -> None:
+def test_the_gradient_of_an_ignored_token_is_not_read() -> None:
     statistics = Statistics(torch.tensor([1.0, 2.0]), torch.ones(2), torch.zeros(2))
     arriving = torch.tensor([4.0, float("nan")], dtype=torch.bfloat16)
 
@@ -213,7 +213,7 @@ def test_triton_agrees_where_logits_are_not_finite(facts: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_triton_agrees_on_what_has_one_number_a_token(facts: Any, tokens: int) -> None:
+def test_triton_agrees_on_results_with_one_number_per_token(facts: Any, tokens: int) -> None:
     found = facts["tokens"][str(tokens)]
 
     assert len(found) == 12
@@ -254,6 +254,6 @@ def test_on_hopper_a_gradient_of_selected_rows_wide_ones_too_has_room_in_few_reg
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_program_begins_beside_the_product_ahead_of_it(programs: Any, architecture: str) -> None:
+def test_no_program_begins_before_the_preceding_product_ends(programs: Any, architecture: str) -> None:
     for each in programs[architecture]:
         assert (each["lets the next begin"], each["waits"], each["begins early"]) == (-1, -1, False)

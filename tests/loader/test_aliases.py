@@ -227,7 +227,7 @@ def test_a_late_session_walks_over_the_heap_once_for_all_of_its_overlays(
     assert len(walks) - late <= 1
 
 
-def test_what_a_seam_imports_and_what_takes_an_original_there_is_led_to_the_seam(
+def test_imports_of_a_seam_and_references_taken_there_are_rebound(
     upstream: Upstream, session: Callable[..., Session]
 ) -> None:
     upstream.write("from .layers import double\n", module="user")
@@ -244,7 +244,7 @@ def test_what_a_seam_imports_and_what_takes_an_original_there_is_led_to_the_seam
     assert module.double(1) == 2
 
 
-def test_a_snapshot_of_the_heap_knows_what_a_module_holds_that_came_after_it(upstream: Upstream) -> None:
+def test_a_snapshot_of_the_heap_has_the_references_of_a_later_module(upstream: Upstream) -> None:
     upstream.write("from . import layers\nclass Borrower:\n    run = layers.double\n", module="user")
     module = upstream.load()
     heap = HeapSnapshot(lambda: [module.double])
@@ -261,7 +261,7 @@ def _broken(name: str, tree: SourceTree) -> Finding:
     return Finding(verdict=Verdict.BROKEN, shape="off-by-one", evidence=(Evidence("adds one", file=source.path),))
 
 
-def test_a_class_is_found_whatever_its_metaclass_answers(upstream: Upstream) -> None:
+def test_a_class_is_found_with_any_metaclass(upstream: Upstream) -> None:
     class Silent(type):
         def __subclasses__(cls) -> list[type]:
             raise AssertionError("asked for subclasses")

@@ -165,7 +165,7 @@ def test_one_overlay_is_explained_with_all_that_a_reader_asks_next(upstream: Ups
         assert text in said
 
 
-def test_the_schema_that_is_shipped_says_what_plain_data_has() -> None:
+def test_the_shipped_schema_describes_the_plain_data() -> None:
     schema = json.loads(Path(rendering.__file__).with_name("audit.schema.json").read_text())
     decision = schema["$defs"]["decision"]
 
@@ -227,7 +227,7 @@ def test_the_fingerprint_is_the_same_for_the_same_code_in_another_folder(audit: 
     ],
     ids=["decision", "version", "source", "verdict"],
 )
-def test_the_fingerprint_changes_with_what_matters(audit: Audit, change: dict[str, object]) -> None:
+def test_the_fingerprint_changes_with_the_code_that_runs(audit: Audit, change: dict[str, object]) -> None:
     changed = replace(audit, records=(replace(audit.records[0], **change),))  # type: ignore[arg-type]
 
     assert changed.fingerprint != audit.fingerprint

@@ -96,7 +96,7 @@ def test_attributes_that_the_maker_sets_on_a_seam_are_there_for_callers(
     assert upstream.load().double.cache_clear() == "cleared"
 
 
-def test_what_was_taken_out_and_put_in_again_begins_anew(upstream: Upstream, session: SessionMaker) -> None:
+def test_calls_of_a_reinstalled_seam_are_counted_anew(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
@@ -251,7 +251,7 @@ def test_overlays_that_were_never_called_are_in_the_json_of_a_log(
         (40, 1, "fix-0, fix-1 and 38 more"),
     ],
 )
-def test_the_end_of_a_run_stays_one_short_line_whatever_was_never_called(
+def test_the_end_of_a_run_is_one_short_line_for_any_number_of_uncalled_overlays(
     upstream: Upstream, never: int, others: int, says: str
 ) -> None:
     records = [

@@ -26,7 +26,7 @@ LOADED = (
 )
 
 
-def test_the_list_is_what_is_declared() -> None:
+def test_the_list_equals_the_declarations() -> None:
     assert declarations.listed(registry.load()) == LISTED, "run scripts/list_overlays.py"
 
 

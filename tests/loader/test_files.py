@@ -313,7 +313,7 @@ def test_a_file_of_the_kernel_that_says_no_length_is_read() -> None:
         read(Path("/proc/self/stat"), 3)
 
 
-def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path: Path) -> None:
+def test_a_small_file_takes_little_memory_under_any_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"small")
     tracemalloc.start()

@@ -385,7 +385,7 @@ def test_armed_again_it_goes_in_where_upstreams_own_is_back(rested: TwoModuleUps
 
 
 @each_patch
-def test_what_upstream_repaired_is_held_in_every_audit(
+def test_every_audit_compares_repairs_of_upstream(
     upstream: Upstream, session: SessionMaker, patch: Callable[[TwoModuleUpstream], None]
 ) -> None:
     rested = TwoModuleUpstream(upstream, FIXED_TEXT)
@@ -400,7 +400,7 @@ def test_what_upstream_repaired_is_held_in_every_audit(
     assert record.around
 
 
-def test_what_needs_a_repair_that_was_withdrawn_comes_out_with_it(
+def test_an_overlay_is_taken_out_with_the_repair_that_it_needs(
     rested: TwoModuleUpstream, session: SessionMaker
 ) -> None:
     rested.upstream.write("def wrap(x):\n    return round(x)\n", module="wrapper")

@@ -316,7 +316,7 @@ def test_a_gate_is_silent_on_a_host_that_is_not_concerned_and_its_reason_has_the
     assert probing.examine(gate, InstalledTree()).verdict in {Verdict.BROKEN, Verdict.UNRECOGNISED}
 
 
-def test_what_works_is_retired_wherever_it_is(upstream: Upstream) -> None:
+def test_a_gate_without_a_defect_is_retired_on_any_host(upstream: Upstream) -> None:
     note(upstream, "works")
 
     record = probing.assess_gate(gate_of(upstream, elsewhere=lambda: ELSEWHERE), Settings(), InstalledTree())

@@ -52,7 +52,7 @@ assert "armed" in {record.decision.value for record in m.audit().records}
     run_python(code)
 
 
-def test_dir_shows_what_the_package_offers_and_not_what_it_is_made_of() -> None:
+def test_dir_shows_public_names_and_no_internal_modules() -> None:
     import megacpp_overlays
 
     shown = [name for name in dir(megacpp_overlays) if not name.startswith("__")]

@@ -98,7 +98,7 @@ def test_anything_but_a_broken_target_is_left_alone(
         "missing symbol",
     ],
 )
-def test_whatever_fails_leaves_upstream_as_it_was_and_says_why(
+def test_a_failure_leaves_upstream_unchanged_and_gives_the_reason(
     upstream: Upstream, session: SessionMaker, changes: dict[str, Any], says: str
 ) -> None:
     record, module = settle(session, upstream, upstream.overlay(**changes))

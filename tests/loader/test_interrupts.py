@@ -109,7 +109,7 @@ def test_arming_after_an_undo_that_a_wrapper_stopped_tells_the_truth(upstream: U
     assert only(current).decision is Decision.DISABLED
 
 
-def test_a_wrapper_that_says_nothing_of_what_is_in_it_is_a_conflict_until_it_goes(
+def test_a_wrapper_without_a_link_to_the_seam_is_a_conflict_until_it_is_removed(
     upstream: Upstream, session: SessionMaker
 ) -> None:
     current = session(upstream.overlay())

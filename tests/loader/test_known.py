@@ -68,7 +68,7 @@ def test_most_parts_have_a_known_finding_here() -> None:
 
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)
-def test_a_known_finding_is_what_the_probe_finds_here_and_says_where(overlay: Overlay) -> None:
+def test_a_known_finding_equals_that_of_the_probe_with_its_places(overlay: Overlay) -> None:
     assert known.finding(overlay, INSTALLED) == probing.examine(overlay, INSTALLED)
 
 
@@ -183,7 +183,7 @@ def known_findings(python: Path, *words: str | Path) -> subprocess.CompletedProc
     )
 
 
-def test_the_kept_findings_of_the_newest_releases_are_what_the_probes_find() -> None:
+def test_kept_findings_of_the_newest_releases_equal_those_of_the_probes() -> None:
     """Every probe runs once; `make test-all` checks all releases."""
     done = known_findings(Path(sys.executable), "--newest")
 
@@ -192,7 +192,7 @@ def test_the_kept_findings_of_the_newest_releases_are_what_the_probes_find() -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("environment", [*OTHER_PYTHONS, None])
-def test_the_kept_findings_are_what_the_probes_find_on(environment: str | None) -> None:
+def test_kept_findings_equal_those_of_the_probes_on(environment: str | None) -> None:
     python = ROOT / ".envs" / environment / "bin" / "python" if environment else Path(sys.executable)
     if not python.exists():
         pytest.skip(f"there is no environment {environment}: `make setup` makes it where the machine has that Python")

@@ -248,7 +248,7 @@ OTHER_DEFAULTS = {
 
 
 @pytest.mark.parametrize("change", OTHER_DEFAULTS.values(), ids=OTHER_DEFAULTS)
-def test_other_defaults_of_the_same_code_are_not_what_was_read(
+def test_other_defaults_of_the_same_code_differ_from_the_source(
     repaired: Upstream, change: Callable[[Any], object]
 ) -> None:
     module = repaired.load()
@@ -269,7 +269,7 @@ def test_a_default_that_the_text_does_not_tell_may_be_any_value(repaired: Upstre
     assert differs(repaired, "Layer.static") is None
 
 
-def test_the_same_text_of_another_file_is_not_what_was_read(repaired: Upstream) -> None:
+def test_the_same_text_in_another_file_is_foreign(repaired: Upstream) -> None:
     repaired.write(TEXT.format(package=repaired.name), module="copy")
     module, other = repaired.load(), repaired.load("copy")
     module.kept = other.kept

@@ -141,7 +141,7 @@ def process(upstream: Upstream) -> Iterator[Callable[[dict[str, str]], Session]]
         each.undo()
 
 
-def test_a_child_does_not_repeat_a_line_and_tells_what_is_another(
+def test_a_child_prints_only_lines_that_its_parent_did_not(
     upstream: Upstream, process: Callable[[dict[str, str]], Session], capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment: dict[str, str] = {}

@@ -109,7 +109,7 @@ def test_a_module_that_was_imported_through_a_link_is_upstreams_own(upstream: Up
     assert ownership.foreign_owner(live_names.resolve(module, "double"), "double", through_link) is None
 
 
-def test_a_function_of_another_file_on_the_same_line_is_somebody_elses(upstream: Upstream) -> None:
+def test_a_function_of_another_file_on_the_same_line_has_another_owner(upstream: Upstream) -> None:
     upstream.write((upstream.folder / upstream.name / "layers.py").read_text(), module="copy")
     module, other = upstream.load(), upstream.load("copy")
     module.double = other.double

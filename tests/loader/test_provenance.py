@@ -84,7 +84,7 @@ def test_a_verdict_rests_on_the_reproducer_before_the_text(
     assert provenance.provenance(record(upstream, finding, version)) is known
 
 
-def test_reading_is_of_note_where_releases_are_told_from_edited_trees(upstream: Upstream) -> None:
+def test_reading_is_noted_only_for_libraries_with_recorded_releases(upstream: Upstream) -> None:
     read = record(upstream, BROKEN)
 
     assert provenance.provenance(read) is provenance.Provenance.READ

@@ -49,7 +49,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @given(st.lists(entries, max_size=3))
-def test_what_is_written_is_read_as_the_same(several: list[RetiredOverlay]) -> None:
+def test_a_written_history_is_read_back_equal(several: list[RetiredOverlay]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder, "retired.json")
         path.write_text(retired.to_json(several), encoding="utf-8")

@@ -447,7 +447,7 @@ def digest_of(session: Session) -> str:
     return statement.digest(statement.of(session.audit(), InstalledTree()))
 
 
-def test_a_proxy_around_a_seam_is_named_by_what_it_does(on_function: tuple[Session, ModuleType]) -> None:
+def test_a_proxy_around_a_seam_is_named_by_its_behaviour(on_function: tuple[Session, ModuleType]) -> None:
     current, module = on_function
 
     def traced(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -286,7 +286,7 @@ def test_a_variable_of_a_retired_overlay_is_known_and_says_that_it_can_go(value:
 
 
 @pytest.mark.usefixtures("gone")
-def test_the_list_may_name_a_retired_overlay_beside_others() -> None:
+def test_the_list_may_name_a_retired_overlay_among_others() -> None:
     settings = Settings.from_env({"MEGACPP_OVERLAYS_DISABLE": "old-fix,scale-pad"}, IDS)
 
     assert settings.disabled == {"scale-pad"}

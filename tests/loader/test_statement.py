@@ -63,9 +63,7 @@ def test_a_target_that_cannot_be_read_has_no_hash(session: Callable[..., Session
     assert (decision["decision"], decision["source_sha256"]) == ("conflict", None)
 
 
-def test_everything_that_is_off_still_says_what_it_is_off_for(
-    session: Callable[..., Session], upstream: Upstream
-) -> None:
+def test_an_overlay_that_is_off_still_names_its_target(session: Callable[..., Session], upstream: Upstream) -> None:
     made = session(upstream.overlay(), mode=Mode.OFF)
     made.arm()
 
@@ -75,7 +73,7 @@ def test_everything_that_is_off_still_says_what_it_is_off_for(
     assert stated["decisions"][0]["source_sha256"] is not None
 
 
-def test_what_is_off_by_default_is_off_until_it_is_asked_for(
+def test_an_overlay_off_by_default_is_off_until_it_is_switched_on(
     session: Callable[..., Session], upstream: Upstream
 ) -> None:
     overlay = upstream.overlay(opt_in=True)
@@ -169,7 +167,7 @@ def test_every_file_and_folder_with_python_is_named_as_one_that_runs_or_as_one_t
     assert not {*statement.RUN, *statement.KERNELS} & {*statement.NOT_RUN}
 
 
-def test_nothing_that_runs_imports_what_does_not() -> None:
+def test_code_of_a_run_imports_no_code_outside_of_the_hash() -> None:
     files = [
         path
         for name in (*statement.RUN, *statement.KERNELS)
@@ -249,7 +247,7 @@ def test_a_file_that_moves_between_rooms_counts(copy: Path) -> None:
 # The digest
 
 
-def test_a_long_reason_is_shortened_and_what_is_compared_still_tells_two_apart(
+def test_a_long_reason_is_shortened_and_two_of_them_still_differ(
     session: Callable[..., Session], upstream: Upstream
 ) -> None:
     made = session(upstream.overlay())

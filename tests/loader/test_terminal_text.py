@@ -41,10 +41,10 @@ def test_unprintable_characters_are_escaped_and_the_rest_is_unchanged() -> None:
     assert terminal_text.lines("a\tb\n\x1b") == "a\tb\n\\x1b"
 
 
-def test_what_a_command_prints_does_nothing(
+def test_output_of_a_command_has_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever a command prints, on whichever way it came there."""
+    """On stdout and on stderr."""
 
     def run(*_: object) -> bool:
         sys.stdout.write(CLEARS)

@@ -246,7 +246,7 @@ def _writable(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_link, _fifo, _writable])
-def test_a_file_that_somebody_else_may_have_put_there_is_no_witness(
+def test_a_file_that_another_user_could_have_written_is_no_witness(
     kept: KeptWitness, spoil: Callable[[Path], None]
 ) -> None:
     spoil(kept.file)

@@ -144,7 +144,9 @@ def test_cpu_tensors_are_refused_in_the_backward_pass_too(entry: Any) -> None:
         ({"weight": torch.zeros(3, 5).t(), "labels": torch.zeros(8, dtype=torch.int64)[::2]}, "weight, labels"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(entry: Any, changed: dict[str, torch.Tensor], reason: str) -> None:
+def test_inconsistent_arguments_are_refused_with_the_reason(
+    entry: Any, changed: dict[str, torch.Tensor], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         core(entry, **changed)
 

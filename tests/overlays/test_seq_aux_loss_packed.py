@@ -218,7 +218,7 @@ class Sums(Plain):
     _apply_seq_aux_loss = seam(OF_LOSS, "_apply_seq_aux_loss", lambda _, probs, scores, *others: scores)
 
 
-def test_what_ranks_hold_of_a_sample_adds_up_to_the_sample() -> None:
+def test_parts_of_a_sample_on_ranks_add_up_to_the_sample() -> None:
     """Three samples on two ranks: each has one of its own, and half of the one between."""
     tokens = torch.arange(3 * WIDTH * 3, dtype=torch.float64).view(3 * WIDTH, 1, 3)
     found = [

@@ -26,7 +26,7 @@ OFF = "tilelang.PassConfigKey.TL_DISABLE_TMA_LOWER: True"
         ("newest", Verdict.ABSENT),
     ],
 )
-def test_as_published_nobody_asks_for_it(lane: str, verdict: Verdict) -> None:
+def test_no_release_turns_the_lowering_on(lane: str, verdict: Verdict) -> None:
     assert ask(probe, tree_of(lane)).verdict is verdict
 
 

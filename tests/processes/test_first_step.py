@@ -182,7 +182,7 @@ def test_a_launcher_that_ends_before_a_step_writes_its_armed_overlays(
     assert decision(left()) == "armed"
 
 
-def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
+def test_rank_0_of_a_run_without_steps_writes_its_audit_at_the_end(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
     calls = "import importlib, os, torch\nlayers = importlib.import_module(os.environ['NAME'] + '.layers')\nlayers.double(1)"

@@ -122,7 +122,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[int, int], frozenset[int], dict[int, f
 @pytest.mark.unmeasured
 @settings(max_examples=100, deadline=None)
 @given(worlds())
-def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
+def test_all_ranks_that_arrive_get_the_same_right_answer(
     world: tuple[dict[int, int], frozenset[int], dict[int, float]],
 ) -> None:
     kinds, absent, arrivals = world

@@ -89,7 +89,7 @@ def test_a_fault_fits_its_file(fault: Any) -> None:
 
 
 @each_fault
-def test_what_is_to_notice_a_fault_is_a_test_of_every_day(fault: Any) -> None:
+def test_faults_are_noticed_by_tests_without_the_mark_full(fault: Any) -> None:
     assert bool(fault.caught_by) != bool(fault.command)
     for node_id in fault.caught_by:
         path, _, name = node_id.partition("::")
@@ -203,7 +203,7 @@ def planted(checkout: Checkout, *words: str, **variables: str) -> subprocess.Com
     )
 
 
-def test_what_is_noticed_is_a_row_with_what_notices_it_and_what_is_not_fails(made_up: Checkout, tmp_path: Path) -> None:
+def test_a_noticed_fault_is_a_row_with_its_test_and_an_unnoticed_one_fails(made_up: Checkout, tmp_path: Path) -> None:
     before = (made_up.root / "double.py").stat().st_mtime_ns
     chosen = [word for name in ("triples", "thirds", "by-a-command") for word in ("--only", name)]
     done = planted(made_up, *chosen, "--write", str(tmp_path / "table.md"))

@@ -60,7 +60,7 @@ def key(checkout: Path, *words: str, **variables: str) -> str:
     return kept_answers.key_of(checkout / "tests/support/facts.py", words, variables)
 
 
-def test_a_script_depends_on_what_it_imports_anywhere_and_on_scripts_that_it_names(checkout: Path) -> None:
+def test_a_script_depends_on_all_its_imports_and_on_scripts_that_it_names(checkout: Path) -> None:
     found = {str(path.relative_to(checkout)) for path in kept_answers.closure(checkout / "tests/support/facts.py")}
 
     assert found == FILES.keys() - OUTSIDE
@@ -140,7 +140,7 @@ def test_a_process_that_loads_a_module_outside_its_key_is_an_error(tmp_path: Pat
         kept_answers._observed(script, [], {})
 
 
-def test_a_process_may_load_what_the_package_itself_does(tmp_path: Path) -> None:
+def test_a_process_may_load_the_modules_that_the_package_loads(tmp_path: Path) -> None:
     script = tmp_path / "facts.py"
     script.write_text("import json, megacpp_overlays\nprint(json.dumps({'off': True}))\n")
 

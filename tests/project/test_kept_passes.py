@@ -151,7 +151,7 @@ def test_a_host_that_skips_fewer_tests_has_another_key(
     assert key() != before
 
 
-def test_a_file_is_kept_where_it_names_what_it_tests_and_lies_in_a_room_of_overlays_or_kernels(checkout: Path) -> None:
+def test_a_file_in_overlays_or_kernels_is_kept_if_it_names_its_subject(checkout: Path) -> None:
     named = {name for name in FILES if Path(name).name.startswith("test_") and kept_passes.can_be_kept(name)}
 
     assert named == {FILE}
@@ -163,7 +163,7 @@ def pytest_in(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=False)
 
 
-def test_what_passed_is_left_out_until_something_that_it_is_made_of_changes(checkout: Path) -> None:
+def test_a_passed_file_is_left_out_until_one_of_its_inputs_changes(checkout: Path) -> None:
     first = pytest_in(checkout, "--keep", "-n", "2")
     again = pytest_in(checkout, "--kept", "-n", "2")
     listed = pytest_in(checkout, "--kept", "--collect-only")

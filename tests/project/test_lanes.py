@@ -226,9 +226,7 @@ def test_every_overlay_is_in_the_audit_once(audits: Callable[[str], Preflight], 
 
 
 @each_lane
-def test_what_is_active_or_needs_a_person_has_a_line_and_nothing_else_has(
-    audits: Callable[[str], Preflight], lane: str
-) -> None:
+def test_only_active_overlays_gates_and_conflicts_have_a_line(audits: Callable[[str], Preflight], lane: str) -> None:
     by_decision: dict[str, list[str]] = {"active": [], "gated": [], "conflict": []}
     for overlay, found in audits(lane).decisions.items():
         by_decision.setdefault(found["decision"], []).append(overlay)

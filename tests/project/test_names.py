@@ -1,4 +1,4 @@
-"""Names of the package: each class has one of its own."""
+"""Names and words of the package and its tests."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ def test_texts_name_things_by_nouns(folders: tuple[str, ...], most: int) -> None
 
     assert counts.total() <= most, counts.most_common(5)
     assert len(counts) > 50
+
+
+def test_tests_are_named_without_these_words() -> None:
+    """Names of GPU tests may have them: they seed random numbers, and limits were measured with these."""
+    named = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in modules("tests")
+        if ROOT / "tests" / "gpu" not in path.parents
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    ]
+
+    assert [each for each in named if {*UNCLEAR, "whatever"} & set(each[1].split("_"))] == []
+    assert len(named) > 3000

@@ -100,7 +100,7 @@ def test_every_claim_that_is_kept_holds(receipts: Kept) -> None:
 
 
 @pytest.mark.parametrize(("change", "wrong"), BROKEN.values(), ids=BROKEN)
-def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
+def test_a_claim_fails_if_its_measurements_differ(
     receipts: Kept, change: Callable[[Kept], None], wrong: set[str]
 ) -> None:
     change(receipts)

@@ -254,7 +254,7 @@ def test_every_claim_that_was_kept_on_gpus_holds_or_is_upstreams_own() -> None:
 
 
 @pytest.mark.parametrize(("change", "wrong"), BROKEN.values(), ids=BROKEN)
-def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
+def test_a_claim_fails_if_its_measurements_differ(
     receipts: Kept, change: Callable[[Kept], None], wrong: set[str]
 ) -> None:
     change(receipts)
@@ -357,7 +357,7 @@ def test_the_cause_of_an_end_is_the_last_exception(text: str, cause: str) -> Non
         (mixers(), "megatron-mixers", "HOLDS", "2 parameters saved in bfloat16"),
     ],
 )
-def test_a_claim_of_a_gpu_says_what_it_rests_on(
+def test_a_claim_of_a_gpu_names_its_measurements(
     receipts: Kept, change: Callable[[Kept], None], claim: str, outcome: str, says: str
 ) -> None:
     import proofs
@@ -600,7 +600,7 @@ def test_the_plot_that_is_kept_is_that_of_the_receipts_and_on_their_page(host: s
     assert f"(megatron-{host}.svg)" in (results / f"megatron-{host}.md").read_text()
 
 
-def test_the_plot_says_what_the_claims_say() -> None:
+def test_the_plot_agrees_with_the_claims() -> None:
     import megatron_plot
 
     receipts: Kept = json.loads((ROOT / "proof/results/megatron-gpu.json").read_text())

@@ -260,7 +260,7 @@ def test_a_replacement_that_matters_and_is_not_named_is_a_defect() -> None:
     assert len(other_patches.unnoticed("foreign", library([other], []))) == 2
 
 
-def test_the_page_says_where_the_audit_does_not_name_what_it_should() -> None:
+def test_the_page_names_patches_that_the_audit_misses() -> None:
     import other_patches_page
 
     named = decision("conflict", "Router.route was replaced by foreign.patches.<locals>.new")

@@ -100,7 +100,7 @@ def test_the_error_of_a_job_is_in_its_output(servers: ForkServers, tmp_path: Pat
     assert "ZeroDivisionError" in run(servers, "1 / 0", tmp_path)[1]
 
 
-def test_what_it_started_ends_with_it(servers: ForkServers, tmp_path: Path) -> None:
+def test_its_child_processes_end_with_it(servers: ForkServers, tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)\n"
     )

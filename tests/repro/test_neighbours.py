@@ -220,7 +220,7 @@ def test_a_host_or_an_upstream_that_cannot_is_no_failure(error: Exception) -> No
     ],
     ids=["an error", "words", "none", "no mapping", "nothing", "nothing of one name", "too many"],
 )
-def test_whatever_else_is_a_failure(run: Callable[[], Mapping[str, object]], says: str) -> None:
+def test_any_other_outcome_is_a_failure(run: Callable[[], Mapping[str, object]], says: str) -> None:
     found = measure(run)
 
     assert (found.numbers, found.failed) == (None, True)
@@ -293,7 +293,7 @@ def test_infinities_are_no_measure_of_rounding() -> None:
     assert found == "loss: 1.0e+00 of the largest value apart, and 5e-01 is allowed"
 
 
-def test_whatever_ends_with_an_overlay_is_a_difference_and_without_it_is_none() -> None:
+def test_an_error_only_with_the_overlay_is_a_difference() -> None:
     right, ended = NeighbourResult(numbers={"loss": [1.0]}), NeighbourResult(numbers=None, why_not="no such call")
 
     assert neighbour.difference(made(), right, ended) == "it ends with the overlay: no such call"

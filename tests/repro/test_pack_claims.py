@@ -278,7 +278,7 @@ def behind(**change: Any) -> dict[str, Any]:
     return {**found, "two to one": "Missing key in a checkpoint", **change}
 
 
-def test_what_is_behind_the_refusal_is_what_both_ranks_show() -> None:
+def test_the_claim_holds_if_both_ranks_show_it() -> None:
     assert STAGES._holds(behind(), behind())
     assert STAGES._holds(behind(**{"two to two": [1, 2]}), behind(**{"two to two": [1, 2]}))  # all of the first stage
 
@@ -292,11 +292,11 @@ def test_what_is_behind_the_refusal_is_what_both_ranks_show() -> None:
         {"two to one": "loaded"},
     ],
 )
-def test_what_is_right_behind_the_refusal_is_not_what_is_claimed(change: dict[str, Any]) -> None:
+def test_a_right_result_contradicts_the_claim(change: dict[str, Any]) -> None:
     assert not STAGES._holds(behind(), behind(**change)) or not STAGES._holds(behind(**change), behind())
 
 
-def test_stages_that_load_what_they_saved_are_not_what_is_claimed() -> None:
+def test_stages_that_load_their_own_checkpoint_contradict_the_claim() -> None:
     assert not STAGES._holds(behind(**{"two to two": [1, 2]}), behind(**{"two to two": [3, 4]}))
 
 

@@ -38,7 +38,7 @@ def test_how_it_ended_is_said_in_words(code: str, says: str | None, tmp_path: Pa
     assert run(code, tmp_path) == says
 
 
-def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+def test_its_child_processes_end_with_it(tmp_path: Path) -> None:
     code = (
         "import pathlib, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"

@@ -793,7 +793,7 @@ def test_no_absolute_path_is_left(names: list[str], before: str) -> None:
         "a / b / c",
     ],
 )
-def test_what_is_no_absolute_path_stays(text: str) -> None:
+def test_text_without_an_absolute_path_stays(text: str) -> None:
     assert scrub(text) == text
 
 

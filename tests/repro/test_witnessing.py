@@ -364,9 +364,7 @@ def test_a_case_that_needs_an_import_of_its_own_runs_once_more(
     assert ("upstream is imported before" in said.err) is in_copies
 
 
-def test_of_limits_what_is_asked_to_a_distribution(
-    made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_limits_a_run_to_one_distribution(made: WitnessEnvironment, capsys: pytest.CaptureFixture[str]) -> None:
     made.upstream.write(BROKEN_TEXT)
 
     assert made.witness("--all", "--of", made.upstream.overlay().target.distribution) == 0

@@ -101,7 +101,7 @@ def test_words_and_paths_are_no_changes(audit: Audit, change: dict[str, object])
 
 
 @pytest.mark.parametrize("field", ["version", "source_sha256", "verdict", "shape", "decision", "seams"])
-def test_each_field_that_says_what_runs_is_a_change_by_itself(audit: Audit, field: str) -> None:
+def test_each_field_about_the_running_code_is_a_change_by_itself(audit: Audit, field: str) -> None:
     later = copy.deepcopy(audit)
     later["decisions"][0][field] = ["other"] if field == "seams" else "other"
 

@@ -124,5 +124,5 @@ def test_of_an_absolute_path_the_file_is_left(folders: list[str], file: str, bef
 
 
 @pytest.mark.parametrize("text", ["megatron/core/module.py:3", "a / b", "1/2", "https://github.com/NVIDIA/x/y", "n/a"])
-def test_what_is_no_absolute_path_stays(text: str) -> None:
+def test_text_without_an_absolute_path_stays(text: str) -> None:
     assert form_report._without_folders(text) == text

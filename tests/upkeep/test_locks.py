@@ -44,7 +44,7 @@ def test_there_is_a_lane_of_spring_one_of_today_and_one_of_the_newest_releases()
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_every_lock_is_what_its_lane_says(lane: str) -> None:
+def test_every_lock_agrees_with_its_lane(lane: str) -> None:
     done = check(ROOT / f"locks/{lane}.txt")
 
     assert (done.returncode, done.stderr) == (0, "")

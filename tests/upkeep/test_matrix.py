@@ -881,7 +881,7 @@ def test_absent_parts_are_not_shown_if_there_are_others() -> None:
     [(["rounded"], True), (["rounded", "rounded"], True), (["rounded", "off-by-one"], False), ([], False)],
     ids=["its one shape", "every shape", "one shape of two", "nothing is broken"],
 )
-def test_what_is_broken_is_left_alone_where_every_shape_of_it_is(
+def test_a_broken_overlay_is_left_alone_if_all_its_shapes_are(
     made: Upstream, shapes: list[str], is_left_alone: bool
 ) -> None:
     (column,) = table([], made).columns

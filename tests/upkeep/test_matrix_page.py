@@ -41,7 +41,7 @@ def columns_of(table: Table) -> list[str]:
 
 
 @pytest.mark.upstream
-def test_the_kept_matrix_is_what_the_probes_say_of_the_very_same_files(tmp_path: Path) -> None:
+def test_the_kept_matrix_has_the_findings_of_probes_on_the_same_files(tmp_path: Path) -> None:
     """The matrix holds the finding of every probe on every release. Tests of a probe do not repeat it."""
     overlays, archives = registry.load(), Archives(tmp_path, [WHEELS], findings=FindingCache(FINDINGS))
     now = matrix_file.again(KEPT, overlays, archives, print)

@@ -468,7 +468,7 @@ def test_a_lock_without_environment_refuses_and_says_how_to_make_one(checkout: C
         pytest.param([ID], 2, "the following arguments are required: --lock", marks=pytest.mark.full),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_what_can(
+def test_impossible_arguments_are_refused_with_the_possible_ones(
     checkout: Checkout, arguments: list[str], code: int, says: str
 ) -> None:
     checkout.write({"locks/other.txt": f"# lane: other\nother==1.0 --hash=sha256:{'0' * 64}\n"})

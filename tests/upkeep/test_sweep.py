@@ -534,7 +534,7 @@ def test_offline_sends_no_request_and_names_the_age_of_each_answer(
 
 
 @pytest.mark.parametrize(("final", "code"), [(False, ExitCode.OLD), (True, ExitCode.CLEAN)])
-def test_saved_answers_that_are_too_old_are_no_answers_but_for_what_cannot_change(
+def test_old_saved_answers_count_only_for_threads_that_cannot_change(
     scene: Scene, capsys: pytest.CaptureFixture[str], final: bool, code: ExitCode
 ) -> None:
     today = datetime.now(timezone.utc).date()
