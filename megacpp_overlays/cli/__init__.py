@@ -96,7 +96,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe. Python flushes once more at its end, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.NOBODY_READS
+        return ExitCode.CLOSED_OUTPUT
     except OSError as error:  # a file that was named cannot be read or written
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"megacpp-overlays: {where}{error.strerror or error}", file=sys.stderr)

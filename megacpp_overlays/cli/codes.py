@@ -18,7 +18,7 @@ class ExitCode(enum.IntEnum):
     NOT_CHECKED = 5
     MISSING_EXTRA = 6
     OLD = 7
-    NOBODY_READS = 141
+    CLOSED_OUTPUT = 141
 
 
 MEANINGS = {
@@ -30,7 +30,7 @@ MEANINGS = {
     ExitCode.NOT_CHECKED: "it could not be checked or done: a file, an environment or a network does not answer",
     ExitCode.MISSING_EXTRA: "a library is missing that only this command needs; the message says how to install it",
     ExitCode.OLD: "done, with nothing to do, on saved answers of which some are older than `--max-age`",
-    ExitCode.NOBODY_READS: "the reader closed the output; a shell gives this code to a command that SIGPIPE ended",
+    ExitCode.CLOSED_OUTPUT: "the reader closed the output; a shell gives this code to a command that SIGPIPE ended",
 }
 """Meanings of the exit codes, as in the table of docs/commands.md."""
 

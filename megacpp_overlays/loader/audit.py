@@ -40,7 +40,7 @@ class Audit(Frozen):
     @property
     def decisions(self) -> tuple[Record, ...]:
         """The records that state the decision of each overlay; the printed text has these."""
-        return what_counts(self.records)
+        return deciding_records(self.records)
 
     @property
     def of_overlays(self) -> tuple[Record, ...]:
@@ -108,7 +108,7 @@ def _fingerprint(audit: Audit) -> str:
     return statement.digest(statement.of(audit, InstalledTree()))
 
 
-def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
+def deciding_records(records: Sequence[Record]) -> tuple[Record, ...]:
     """Return the records that state the decision of each overlay, without parts that add nothing to it.
 
     An overlay has a part for each module in which upstream ever had the defect, and most trees have only one of them.

@@ -65,7 +65,7 @@ def apply(state: SessionState, overlay: Overlay, module: ModuleType, *, late: bo
         if is_half_in and part.is_placed:
             install.take_out(overlay, traces)  # a seam that cannot be taken out is refused below, or found in place
             state.forget_heap()
-        traces.forget_what_was_overwritten()
+        traces.forget_overwritten()
         record = probing.assess_overlay(overlay, module, state.settings, tree)
         part.is_refused = bool(record.around)  # third-party code, which may be gone at the next arming
         if record.decision is Decision.ACTIVE and (why := standing.unmet(state, overlay, tree)):
@@ -127,7 +127,7 @@ def _rolled_back(state: SessionState, record: Record, placed: Sequence[Seam], er
     with contextlib.suppress(SeamError):
         install.undo_all([seam for seam in placed if not seam.adopted])
     state.forget_heap()
-    part.written_traces().forget_what_was_overwritten()
+    part.written_traces().forget_overwritten()
     left = tuple(str(seam) for seam in placed if seam.in_place)
     return replace(derived_records.conflict(record, error), seams=left, rebound=())
 

@@ -45,7 +45,7 @@ class Log:
         # The last line about each overlay, and short hashes of all lines of this process and its ancestors.
         self._last: dict[str, str] = {}
         self._said = set(settings.said)
-        self._has_told = self._has_counted = self._is_silent = False
+        self._has_printed = self._has_counted = self._is_silent = False
         self.is_concerned: Callable[[str], bool] | None = None
         """Returns whether an active overlay, by its id, may concern the model; None if there is no such check."""
         self._unconcerned: dict[str, None] = {}
@@ -65,7 +65,7 @@ class Log:
         """Log once, at import, the ids of overlays that are off and, as a detail, of those that wait; a child does not repeat it."""
         if self._settings.parent_is_armed:
             return
-        self._say_what_python()
+        self._log_newer_python()
         head = [f"mode {self._settings.mode.value}"]
         waits = [f"armed: {', '.join(waiting)}"] if waiting else []
         is_off = [f"off: {', '.join(off)}"] if off else []
@@ -80,7 +80,7 @@ class Log:
         if (is_off or self._settings.mode is not Mode.AUTO) and not self._shows_details_alone(logging.INFO):
             self._write("; ".join([*head, *is_off]), data, logging.INFO)
 
-    def _say_what_python(self) -> None:
+    def _log_newer_python(self) -> None:
         """Log on rank 0 that this Python is newer than those that the package is tested on."""
         here = sys.version_info[:2]
         if here <= NEWEST_PYTHON or self._settings.rank != 0 or self._settings.mode is Mode.OFF:
@@ -142,7 +142,7 @@ class Log:
         level = logging.WARNING if lines.is_warning(record) else logging.INFO
         if self._is_json:
             self._write("", {"event": "decision", **rendering.as_dict(record)}, level)
-            self._has_told = True
+            self._has_printed = True
             return
         if self._tells_details and level < logging.WARNING:
             self._write(lines.detail(record), {}, logging.DEBUG)
@@ -182,7 +182,7 @@ class Log:
     def has_to_count(self, *, at_exit: bool) -> bool:
         """Return whether `count` may write a line; if not, the caller can skip the audit for it."""
         is_child = self._settings.parent_is_armed or bool(self._settings.said)
-        has_nothing_new = is_child and not self._has_told and (at_exit or bool(self._settings.said))
+        has_nothing_new = is_child and not self._has_printed and (at_exit or bool(self._settings.said))
         is_kept_back = self._is_kept_back(logging.INFO) or self._settings.mode is Mode.OFF
         return not ((self._has_counted and not at_exit) or has_nothing_new or is_kept_back)
 
@@ -223,7 +223,7 @@ class Log:
         if last == text or (last is None and short in self._said):
             return False
         self._said.add(short)
-        self._has_told = True
+        self._has_printed = True
         if self._environment is not None:
             self._environment[SAID] = ",".join(sorted(self._said))
         return True

@@ -103,12 +103,14 @@ def _held(resolved: ResolvedSymbols, traces: Traces) -> list[str]:
     seams = {id(seam.original_function): seam for seam in resolved.seams}
     for each in traces.objects():
         if (mark := mark_of(each)) is not None:
-            seams.setdefault(id(plain_function(mark.original)), Seam(_Nobody, "", mark.original, each, inherited=False))
+            seams.setdefault(
+                id(plain_function(mark.original)), Seam(_EarlierExecution, "", mark.original, each, inherited=False)
+            )
     placed: list[Any] = list(seams.values())
     del seams
     found = aliases.holders(placed)
     return [f"an original is still held by {', '.join(found)}"] if found else []
 
 
-class _Nobody:
+class _EarlierExecution:
     """Placeholder for the owner of a seam of an earlier execution."""

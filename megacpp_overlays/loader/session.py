@@ -41,7 +41,7 @@ class Session(SessionState):
         declared = declared if isinstance(declared, Declarations) else Declarations(declared)
         super().__init__(declared, settings, Log(settings, environment))
         self._hooks = Hooks(self)
-        self._has_said_what_waits = False
+        self._has_listed_waiting = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Session:
@@ -64,7 +64,7 @@ class Session(SessionState):
             ActivationError: `strict` is on and an overlay is undecided; it is raised after every target has been decided.
         """
         tree = self.tree()
-        self._say_what_waits()
+        self._list_waiting()
         if self.declared.are_loaded or not sys.modules.keys().isdisjoint(self.declared.targets):
             first_records.note_all(self, tree)
         else:
@@ -83,10 +83,10 @@ class Session(SessionState):
         if conflicts:
             raise ActivationError("\n".join(conflicts))
 
-    def _say_what_waits(self) -> None:
-        if self._has_said_what_waits:
+    def _list_waiting(self) -> None:
+        if self._has_listed_waiting:
             return
-        self._has_said_what_waits = True
+        self._has_listed_waiting = True
         off = [each for each in self.declared.listed if is_off(each, self.settings)]
         waiting = [each.id for each in self.declared.listed if each.installs and each not in off]
         self.log.armed(waiting, [each.id for each in off if not each.off_by_default])
@@ -186,7 +186,7 @@ class Session(SessionState):
             first_records.ask_gates_again(self)
         self._settle_missed_imports()
         self._withdraw_over_foreign_code()
-        found = self.audit_as_it_stands(deep=deep)
+        found = self.current_audit(deep=deep)
         self.installed.forget()
         return found
 
@@ -205,7 +205,7 @@ class Session(SessionState):
 
             changes.withdraw_over_foreign_code(self)
 
-    def audit_as_it_stands(self, *, deep: bool = False) -> Audit:
+    def current_audit(self, *, deep: bool = False) -> Audit:
         """Return the current decisions without deciding any target, as when the process ends."""
         from megacpp_overlays.loader import standing
 
@@ -245,7 +245,7 @@ class Session(SessionState):
         with contextlib.suppress(Exception):
             if was_settled and self.log.has_to_count(at_exit=True):
                 # this audit searches for copies of the Hub, too
-                self.log.count(self.audit_as_it_stands(), at_exit=True)
+                self.log.count(self.current_audit(), at_exit=True)
             else:
                 self._hub_copies()
 

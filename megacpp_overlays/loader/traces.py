@@ -50,7 +50,7 @@ class Traces:
         """Forget a place that was restored."""
         self._places.pop((id(place.owner), place.name), None)
 
-    def forget_what_was_overwritten(self) -> None:
+    def forget_overwritten(self) -> None:
         """Forget each place without a seam: its module was executed again."""
         for place in self.places():
             if mark_behind(place.own) is None:

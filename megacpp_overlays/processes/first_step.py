@@ -160,7 +160,7 @@ class FirstStep:
         if pid != os.getpid() or self._left_in == pid:
             return
         with contextlib.suppress(Exception):
-            audit = self._session.audit_as_it_stands()
+            audit = self._session.current_audit()
             tells = _calls(json.loads(files.read_text(path))) > 0
             if self._is_first() and _calls(audit.as_dict()) and not tells:
                 leave(path, audit, self._agreement)
@@ -169,7 +169,7 @@ class FirstStep:
         """Leave the final audit without deciding anything more; a forked child that ends leaves none."""
         if pid == os.getpid():
             with contextlib.suppress(Exception):  # the interpreter may be half torn down: an exit must not fail
-                leave(path, self._session.audit_as_it_stands(), self._agreement, self._model)
+                leave(path, self._session.current_audit(), self._agreement, self._model)
 
 
 def leave(path: Path, audit: Audit, agreement: AgreementData | None = None, model: ModelData | None = None) -> None:

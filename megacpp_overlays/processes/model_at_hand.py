@@ -96,6 +96,6 @@ class ModelLine:
         with contextlib.suppress(Exception):  # a log line must not end a run
             found = before_the_first_step(self._session)
             if found is not None:
-                names = report.active(self._session.audit_as_it_stands().decisions)
+                names = report.active(self._session.current_audit().decisions)
                 data: dict[str, Any] = {"event": "model", **report.as_dict(found)}
                 self._session.log.model(report.line(found, names), data)

@@ -24,7 +24,7 @@ _CLIMBING = re.compile(rf"(?<![\w./])(?:\.\./){{2,}}{_PART}(?:/{_PART})*/?")
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\033)\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)")
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _ADDRESS = re.compile(rf"(?:(?<=//)|(?<![\w./-]))(?!127\.|0\.0\.0\.0){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-]|\.\d)")
-_NOBODY = {"localhost", "root"}
+_NO_PERSON = {"localhost", "root"}
 
 
 def paths_in(text: str) -> list[str]:
@@ -97,7 +97,7 @@ def _without_names(text: str) -> str:
 
 def _is_telling(name: str) -> bool:
     """Return whether a name identifies a host or user, and is unlikely to be an ordinary word."""
-    return name not in _NOBODY and (len(name) >= 4 or any(letter.isdigit() for letter in name))
+    return name not in _NO_PERSON and (len(name) >= 4 or any(letter.isdigit() for letter in name))
 
 
 def _user() -> str:

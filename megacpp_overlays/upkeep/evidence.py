@@ -120,8 +120,8 @@ class ProbeReport:
         parts = []
         for part in self.parts:
             why = unproved.get((self.overlay, part.module)) or unproved.get((self.overlay, ""))
-            is_told = part.looks_repaired and why is not None
-            parts.append(dataclasses.replace(part, evidence=f"{part.evidence}; {why}") if is_told else part)
+            is_explained = part.looks_repaired and why is not None
+            parts.append(dataclasses.replace(part, evidence=f"{part.evidence}; {why}") if is_explained else part)
         return dataclasses.replace(self, parts=tuple(parts))
 
     def within(self, case: HasTargets) -> ProbeReport:

@@ -36,7 +36,7 @@ def heading_of_releases(changes: Sequence[VersionChange]) -> str:
 
 
 def _heading(first: str, changes: Sequence[VersionChange]) -> str:
-    rows = [(each.distribution, each.before or "-", each.after or "-", _what(each)) for each in changes]
+    rows = [(each.distribution, each.before or "-", each.after or "-", _note_on(each)) for each in changes]
     return "\n".join([first, "", *aligned(_CHANGES, rows), ""])
 
 
@@ -158,7 +158,7 @@ def _lock(lock: Lock) -> str:
     return f"{lock.path} (lane {lock.lane}{f', Python {lock.python}' if lock.python else ''})"
 
 
-def _what(change: VersionChange) -> str:
+def _note_on(change: VersionChange) -> str:
     word = "added" if change.before is None else "removed" if change.after is None else ""
     return ", ".join(filter(None, [word, "target of overlays" if change.is_target else ""]))
 
