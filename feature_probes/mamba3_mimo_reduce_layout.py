@@ -4,8 +4,8 @@ tilelang 0.1.13 (tile-ai/tilelang#2424) refuses to lower a sum where it cannot p
 for every thread. `mamba_mimo_bwd_bwd` has such sums, in the plain and in the variable-length form, so that it does not
 compile any more; up to 0.1.12 they were lowered, and right.
 
-The verdict rests on the text of the file of tilelang that lowers sums, and where that refuses some on both modules with the
-kernels as a whole, as their host functions may call something else.
+The verdict rests on the text of the file of tilelang that lowers sums. If that refuses some, it also rests on the text of both
+modules with the kernels, because their host functions may call other kernels.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def is_of_stock(self) -> bool:
-        """Whether stock ends now so and now otherwise."""
+        """Whether two runs of stock end differently."""
         return self.stock_again.kind in KNOWN and self.stock != self.stock_again
 
     @property

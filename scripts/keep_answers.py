@@ -1,6 +1,6 @@
 """Write the answers of scripts that tests use to `tests/answers`, see `tests/support/kept_answers.py`.
 
-`keep_answers.py WORD...` runs `pytest -m "not full" WORD...`. Where all tests pass, every answer that they used is kept, and all
+`keep_answers.py WORD...` runs `pytest -m "not full" WORD...`. If all tests pass, the answers that they used are kept, and all
 others are removed.
 """
 

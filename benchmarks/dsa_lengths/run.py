@@ -1,7 +1,7 @@
 """A layer of DeepSeek sparse attention at several lengths, as Megatron has it and under overlays: time and memory of a training step.
 
     python benchmarks/dsa_lengths/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
-    python benchmarks/dsa_lengths/run.py --device cpu --quick          every line of it, at sizes that say nothing
+    python benchmarks/dsa_lengths/run.py --device cpu --quick          runs every line, at sizes that are too small to measure
 
 The model and its training are those of `benchmarks/dsa_training`: one layer, one document, a sparse loss of the indexer. A run is
 WAY:TOKENS[:HEADS[:STEPS]]. page.py makes page and plot of the JSON again, on any host.

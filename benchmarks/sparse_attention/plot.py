@@ -1,4 +1,4 @@
-"""The plot of attention over chosen keys: for each shape a bar for everybody who takes it, of TFLOP/s of both passes, as SVG."""
+"""The plot of attention over chosen keys: for each shape a bar for each contestant, in TFLOP/s of both passes, as SVG."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from megacpp_overlays.loader.session import Session
 
 _PACKAGE = Path(__file__).absolute().parents[1]
 _MOST_ENTRIES = 9
-"""Entries of PYTHONPATH that are looked at; a longer one is that of a build system."""
+"""Limit on the entries of PYTHONPATH that are searched: build systems make longer ones."""
 
 
 def arm(session: Session, path: str) -> None:

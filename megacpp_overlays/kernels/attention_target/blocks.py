@@ -9,7 +9,7 @@ _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 24
 
 
 def row_blocks(queries: int, elements_of_a_row: int, device: str) -> Iterator[slice]:
-    """Yield slices of queries, in order, each of so many rows that a block has no more elements than it may."""
+    """Yield slices of queries, in order, each with as many rows as the elements of a block allow."""
     elements = _BLOCK_ELEMENTS if device == "cpu" else _BLOCK_ELEMENTS_ON_A_GPU
     step = max(1, elements // max(1, elements_of_a_row))
     return (slice(first, min(first + step, queries)) for first in range(0, queries, step))

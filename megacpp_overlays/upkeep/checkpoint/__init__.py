@@ -1,1 +1,1 @@
-"""The check that a checkpoint on disk holds the state of each parameter under its own name, from its files alone."""
+"""Checks of a checkpoint on disk: whether it holds the state of each parameter under its own name."""
