@@ -75,14 +75,13 @@ class _ReceiptWriter:
     def write_everywhere(self) -> None:
         """Write it into every folder, and never raise: the parent finds out when it demands a receipt."""
         for folder in self.folders:
-            if folder.is_dir():  # it is removed when the handle that asked for receipts is closed
-                self._try(folder)
+            self._try(folder)
 
     def _try(self, folder: Path) -> None:
         try:
             self.write(folder)
         except OSError as error:
-            if folder.is_dir():  # else the parent has removed it in the meantime
+            if folder.is_dir():  # it is removed when the handle that asked for receipts is closed
                 logger.warning("%s", _cannot_be_written(folder, error))
         except Exception:  # noqa: BLE001 - this runs inside hooks, while upstream is imported
             logger.exception("no receipt in %s", folder)
