@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def is_of_stock(self) -> bool:
-        """Whether two runs of stock end differently."""
+        """Whether the test ends differently in two runs without overlays."""
         return self.stock_again.kind in KNOWN and self.stock != self.stock_again
 
     @property

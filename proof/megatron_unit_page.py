@@ -33,7 +33,7 @@ def section(found: Found) -> list[str]:
         "",
         *_listed([each.name for each in ended if each.is_repaired]),
         "",
-        "Different in two runs without overlays:",
+        "Tests that end differently in two runs without overlays:",
         "",
         *_listed([each.name for each in ended if each.is_of_stock]),
         "",

@@ -204,7 +204,7 @@ def test_triton_computes_every_panel_of_every_group(facts: Any, grid_size: str) 
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
 
 
-def test_triton_writes_nothing_for_zero_rows(facts: Any, grid_size: str) -> None:
+def test_kernels_write_nothing_for_the_row_count_nothing(facts: Any, grid_size: str) -> None:
     laid = ("100",) if grid_size == "few" else ("-1", "100")
 
     assert facts["nothing"] == {f"{rows}{order}": 0 for rows in laid for order in ("", " by order")}

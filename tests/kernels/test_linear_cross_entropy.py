@@ -260,7 +260,7 @@ def test_classes_that_pad_a_vocabulary_can_be_switched_off_by_an_infinite_bias(m
         assert not seen[name][8:].any()
 
 
-def test_tokens_with_a_gradient_of_zero_contribute_nothing_with_infinite_logits() -> None:
+def test_tokens_with_a_gradient_of_zero_contribute_nothing_with_huge_logits() -> None:
     """PyTorch gives NaN: 0 times an infinite slope."""
     inputs = draw(6, 3, 8)
     inputs.hidden = inputs.hidden.clone()

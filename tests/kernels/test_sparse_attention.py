@@ -104,7 +104,7 @@ def test_of_a_row_that_one_key_has_to_itself_no_score_has_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("learns", "enabled"), [((), True), (("query",), False), (("query",), True), (("key",), True), (("sink",), True)]
 )
-def test_statistics_are_kept_only_for_a_backward_pass(learns: tuple[str, ...], enabled: bool) -> None:
+def test_the_remainder_is_computed_only_for_a_backward_pass(learns: tuple[str, ...], enabled: bool) -> None:
     made = inputs(Entry(3, 1, 2, 16, 8, 4, 16, sink=True, dtype=torch.float32))["given"]
     for name in learns:
         made[name].requires_grad_()

@@ -86,7 +86,7 @@ def test_blocks_add_up_to_log_sum_exp_label_and_spread_and_give_their_gradient(
     torch.testing.assert_close(seen["gradient"], torch.autograd.grad(total, leaf)[0])
 
 
-def test_a_token_without_coefficients_has_no_gradient_with_infinite_logits() -> None:
+def test_a_token_without_coefficients_has_no_gradient_if_its_logits_are_not_finite() -> None:
     logits = torch.tensor([[float("nan"), float("inf")], [1.0, 1.0]])
     zeros, ones = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0])
     coefficients = Coefficients(torch.tensor([float("nan"), 1.0]), ones, zeros, zeros)

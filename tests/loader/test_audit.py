@@ -227,7 +227,9 @@ def test_the_fingerprint_is_the_same_for_the_same_code_in_another_folder(audit: 
     ],
     ids=["decision", "version", "source", "verdict"],
 )
-def test_the_fingerprint_changes_with_the_code_that_runs(audit: Audit, change: dict[str, object]) -> None:
+def test_the_fingerprint_changes_with_decision_version_source_and_verdict(
+    audit: Audit, change: dict[str, object]
+) -> None:
     changed = replace(audit, records=(replace(audit.records[0], **change),))  # type: ignore[arg-type]
 
     assert changed.fingerprint != audit.fingerprint

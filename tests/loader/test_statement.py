@@ -63,7 +63,7 @@ def test_a_target_that_cannot_be_read_has_no_hash(session: Callable[..., Session
     assert (decision["decision"], decision["source_sha256"]) == ("conflict", None)
 
 
-def test_an_overlay_that_is_off_still_names_its_target(session: Callable[..., Session], upstream: Upstream) -> None:
+def test_the_statement_has_hashes_of_sources_in_mode_off(session: Callable[..., Session], upstream: Upstream) -> None:
     made = session(upstream.overlay(), mode=Mode.OFF)
     made.arm()
 

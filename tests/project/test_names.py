@@ -79,7 +79,7 @@ def test_texts_name_things_by_nouns(folders: tuple[str, ...], most: int) -> None
 
 
 def test_tests_are_named_without_these_words() -> None:
-    """Names of GPU tests may have them: they seed random numbers, and limits were measured with these."""
+    """The name of a test says its subject by a noun. Names of GPU tests are kept: they seed the random numbers of measured limits."""
     named = [
         (path.relative_to(ROOT).as_posix(), name)
         for path in modules("tests")
@@ -87,5 +87,6 @@ def test_tests_are_named_without_these_words() -> None:
         for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
     ]
 
-    assert [each for each in named if {*UNCLEAR, "whatever"} & set(each[1].split("_"))] == []
+    unclear = {*UNCLEAR, "whatever"}
+    assert [(file, name) for file, name in named if unclear.intersection(name.split("_"))] == []
     assert len(named) > 3000
